@@ -72,7 +72,9 @@ def check_pair(target: Path, drafter: ModelShape | Path | None, options: ExportO
 
 
 def _check_runtime(target: Path) -> None:
-    """The tokenizer and the chat template as chat will run them: at least one plain chat must come out."""
+    """The tokenizer and the chat template as chat will run them: it splits text as in training, and a plain chat comes out."""
+    from edgespec_export.verify.hard_texts import compare, torture_set
+    from edgespec_export.verify.tokenizer_files import FolderTokenizer, JsonTokenizer
     from edgespec_runtime.text.lookalikes import PLAIN_CHATS
     from edgespec_runtime.text.tokenizer import ChatTokenizer
 
@@ -81,7 +83,14 @@ def _check_runtime(target: Path) -> None:
             f"{target} has no tokenizer.json, which chat reads; write one with "
             f"AutoTokenizer.from_pretrained({str(target)!r}).save_pretrained({str(target)!r})"
         )
-    tokenizer = ChatTokenizer(target)
+    tokenizer, trained = ChatTokenizer(target), FolderTokenizer(target)
+    found = compare(trained, JsonTokenizer(target / "tokenizer.json"), torture_set(trained.specials()))
+    if found.different:
+        raise InputError(
+            f"chat would split {len(found.different)} of {found.texts} texts otherwise than training, {found.first}; write "
+            f"{target / 'tokenizer.json'} anew with PreTrainedTokenizerFast.from_pretrained({str(target)!r})"
+            f".save_pretrained({str(target)!r})"
+        )
     refusals = []
     for chat in PLAIN_CHATS:
         try:

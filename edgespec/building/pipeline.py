@@ -16,10 +16,10 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
-from edgespec.model_folder.head import check_start, check_target
+from edgespec.model_folder.head import check_layers, check_start, check_target, shape_of_drafter
 from edgespec.recipe.amounts import own_instructions, own_prompts
 from edgespec.recipe.check import context_problems
-from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
+from edgespec.recipe.drafter import DrafterShape, continued_head, cost_ratios, derive, describe
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
 from edgespec.recipe.targets import gguf_of
@@ -123,14 +123,17 @@ class Build(ExportStages):
         return self.out / "tune" / "model"
 
     def _plan(self, target: Path) -> DrafterShape:
-        options = self.recipe.drafter
+        options, checkpoint = self.recipe.drafter, Path(self.recipe.drafter.checkpoint)
         target_shape = shape_in(target / "config.json")
-        if options.init == "checkpoint" and options.kind == "model":
+        if options.init != "checkpoint":
+            shape = derive(target_shape, options)
+        elif options.kind == "head":
+            check_start(checkpoint, target_shape, options.features)
+            shape = continued_head(target_shape, shape_of_drafter(checkpoint), options)
+        else:
             from edgespec_recipes.models.initialise import checkpoint_shape
 
-            shape = checkpoint_shape(Path(options.checkpoint), options.vocabulary)
-        else:
-            shape = derive(target_shape, options)
+            shape = checkpoint_shape(checkpoint, options.vocabulary)
         print(describe(target_shape, shape), flush=True)
         self._drop_files_too_large(target_shape, shape, self.recipe.target)
 
@@ -159,12 +162,12 @@ class Build(ExportStages):
     def _initial_drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path | None:
         """The checkpoint the drafter starts from, held against the target's tokens, or the planned shape; None for a head.
 
-        A head's graph has no limits of its own.
+        A head has the target's widths.
         """
         options, checkpoint = self.recipe.drafter, Path(self.recipe.drafter.checkpoint)
         if options.kind == "head":
+            check_layers(shape_in(target / "config.json"), options.features)
             if options.init == "checkpoint":
-                check_start(checkpoint, shape_in(target / "config.json"), options.features)
                 check_target(checkpoint, target)
             return None
         if options.init != "checkpoint":

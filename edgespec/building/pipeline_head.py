@@ -12,7 +12,7 @@ from edgespec.building.pipeline import Build, cost_ratio
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_named
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.head import LAST, THREE
+from edgespec.model_folder.head import LAST, THREE, shape_of_drafter
 from edgespec.recipe.amounts import read_tokens
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.read import reference_options
@@ -35,7 +35,8 @@ class HeadBuild(Build):
     def _train_and_export(self, target: Path, planned: DrafterShape) -> Path:
         drafter = self._distill(target)
         self._export(target, drafter)
-        self._evaluate_files(target, drafter, cost_ratio(target, planned))
+        made = shape_of_drafter(drafter)  # its text may have asked for fewer tokens
+        self._evaluate_files(target, drafter, cost_ratio(target, made))
         return drafter
 
     def _distill(self, target: Path) -> Path:

@@ -16,6 +16,8 @@ class ModelShape:
     """A Llama-style decoder: grouped-query attention, gated FFN with three matrices, RMS norms.
 
     rope_border: most tokens of a text with the short RoPE factors, where the model has a second set for longer ones (LongRoPE).
+    joins: it is a head. Its first matrix [H, 2 H] joins the token's embedding with the target's state, and each has a norm. Its
+    table is its output rows.
     """
 
     hidden: int
@@ -32,6 +34,7 @@ class ModelShape:
     attention_bias: bool = False
     head_norms: bool = False
     rope_border: int | None = None
+    joins: bool = False
 
     @property
     def one_rope_length(self) -> int:
@@ -52,7 +55,7 @@ class ModelShape:
     @property
     def joining_parameters(self) -> int:
         """Of a matrix before the layers that joins a token with the target's state: a head has one, a model none."""
-        return 0
+        return 2 * self.hidden**2 * self.joins
 
     @property
     def embedding_parameters(self) -> int:
@@ -62,7 +65,8 @@ class ModelShape:
     def parameters(self) -> int:
         """All weights; a tied embedding counts once."""
         tables = self.embedding_parameters * (1 if self.tied else 2)
-        return tables + self.joining_parameters + self.layers * self.layer_parameters + self.hidden
+        norms = self.hidden * (3 if self.joins else 1)  # beside those of the layers
+        return tables + self.joining_parameters + self.layers * self.layer_parameters + norms
 
     @property
     def row_lengths(self) -> list[int]:
@@ -116,9 +120,10 @@ class ModelShape:
 
         def need(name: str) -> Any:
             if config.get(name) is None:
-                raise InputError(
-                    f"config.json ({config.get('model_type')}) has no {name!r}; a Llama-style decoder config is needed"
-                )
+                hint = "a Llama-style decoder config is needed"
+                if "text_config" in config:
+                    hint = "it reads more than text: save its text model alone (such as Gemma3ForCausalLM) and give that"
+                raise InputError(f"config.json ({config.get('model_type')}) has no {name!r}; {hint}")
             return config[name]
 
         hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))

@@ -43,6 +43,15 @@ def read_generation_config(folder: Path, vocab_size: int | None = None) -> dict[
     return settings | known_ids(settings, vocab_size or read_object(folder / CONFIG).get("vocab_size"))
 
 
+def stop_ids(folder: Path, eos: int | None) -> list[int]:
+    """Ids that end a model's reply, in order: those of its generation config, else of its config; and its tokenizer's `eos`."""
+    ids = read_generation_config(folder).get("eos_token_id")
+    if ids is None:
+        ids = read_config(folder).get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [ids]
+    return sorted({token for token in (*listed, eos) if token is not None})
+
+
 def known_ids(settings: Mapping[str, Any], vocab_size: Any) -> dict[str, Any]:
     """The special token ids of settings that name tokens beyond the vocabulary, without these: a shorter list, or None."""
     changed: dict[str, Any] = {}

@@ -112,6 +112,15 @@ def keep_in_bytes(folder: Path, out: Path) -> None:
             copy_file(folder / name, place / name)
 
 
+def check_layers(target: ModelShape, features: str) -> None:
+    """Raise InputError where a target has not the layers that a head is to read."""
+    if features == THREE and target.layers < 2:
+        raise InputError(
+            f"drafter.features is {features!r} and the target has {target.layers} layer; two or more are needed: give "
+            f"--drafter.features {LAST}"
+        )
+
+
 def check_start(head: Path, target: ModelShape, features: str) -> None:
     """Raise InputError where training cannot go on from a head: it is none, of another target, or reads other states."""
     if not is_head(head):
@@ -131,7 +140,7 @@ def check_start(head: Path, target: ModelShape, features: str) -> None:
 
 
 def shape_of_drafter(folder: Path) -> ModelShape:
-    """A model's shape; a head's as that of a model of its widths whose table is its output rows. Raises InputError."""
+    """The shape of a model or of a head. Raises InputError."""
     if not is_head(folder):
         return shape_in(folder / "config.json")
     shape = head_shape(folder)
@@ -148,6 +157,7 @@ def shape_of_drafter(folder: Path) -> ModelShape:
             context_length=shape["context_length"],
             rope_theta=shape["rope_theta"],
             rms_norm_eps=shape["rms_norm_eps"],
+            joins=True,
         )
     except KeyError as error:
         raise InputError(f"{folder / HEAD_FILE} has no {error}; train the head again") from error

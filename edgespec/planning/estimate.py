@@ -14,8 +14,9 @@ from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
+from edgespec.planning.devices_fit import LOADED, STATIC_GRAPHS
 from edgespec.recipe.amounts import own_instructions, own_prompts, read_tokens
-from edgespec.recipe.devices import FORMAT_OF
+from edgespec.recipe.devices import FORMAT_OF, STATIC
 from edgespec.recipe.precisions import PRECISIONS
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import SAMPLINGS
@@ -308,10 +309,26 @@ def files_bytes(export: ExportOptions, models: Iterable[ModelShape]) -> int:
     )
 
 
+def _opened_bytes(target: ModelShape, static: Iterable[str]) -> int:
+    """Memory of the largest of the target's static exports when it runs; 0 for none."""
+    largest = max((costs.file_bytes(target, STATIC, precision) for precision in static), default=0)
+    return round(LOADED * STATIC_GRAPHS * largest)
+
+
+def _export(export: ExportOptions, target: ModelShape, files: int) -> StageCost:
+    """A file that is built; or the static graphs in floats, which run to find the ranges of integers."""
+    floats = {"fp32"} if {*export.npu} - {"fp32"} else ()
+    memory = max(costs.building_bytes(target, export.onnx), _opened_bytes(target, floats))
+    return StageCost("export", 0, 0.0, memory, files)
+
+
 def _verify(export: ExportOptions, target: ModelShape) -> StageCost:
-    """The float model and one file's weights as floats, with the logits of both in torch and of the file in its engine."""
+    """The float model and one file's weights as floats, or static graphs that run; with the logits of both in torch and of the
+    file in its engine."""
+    weights = costs.weight_bytes(target)
     logits = 3 * costs.FLOAT * target.vocab_size * export.verify_prompts * PROMPT_TOKENS
-    return StageCost("verify", 0, 0.0, 2 * costs.weight_bytes(target) + logits, 0)
+    memory = weights + max(weights, _opened_bytes(target, export.npu)) + logits
+    return StageCost("verify", 0, 0.0, memory, 0)
 
 
 def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes: int = 1) -> list[StageCost]:
@@ -364,7 +381,7 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
     return [
         *stages,
         _evaluate(recipe, target, drafter),
-        StageCost("export", 0, 0.0, costs.building_bytes(target, recipe.export.onnx), files),
+        _export(recipe.export, target, files),
         _verify(recipe.export, target),
         StageCost("pack", 0, 0.0, 0, files + checkpoint),  # the bundle's copies
     ]

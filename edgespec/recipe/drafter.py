@@ -36,16 +36,10 @@ LAYER_COST = 500_000  # weights that are read in the time that starting a layer 
 
 @dataclass(frozen=True)
 class DrafterShape(ModelShape):
-    """A Llama-architecture drafter (every engine runs it), or a head. `vocab_size` is the target's, or tokens kept + 1.
+    """A Llama-architecture drafter (every engine runs it), or a head.
 
-    joins: it is a head, whose first matrix [H, 2 H] joins the token's embedding with the target's state.
+    `vocab_size` is the target's, or tokens kept + 1; of a head it is tokens kept.
     """
-
-    joins: bool = False
-
-    @property
-    def joining_parameters(self) -> int:
-        return 2 * self.hidden**2 * self.joins
 
     def llama_config(self) -> dict[str, Any]:
         """Keyword arguments of transformers.LlamaConfig."""
@@ -91,7 +85,7 @@ def _vocab_size(target: ModelShape, options: DrafterOptions) -> int:
         raise InputError(
             f"drafter.vocabulary is {kept} and the target has {tokens} tokens; give at most {tokens}, which keeps all"
         )
-    return min(kept + 1, tokens)
+    return kept if options.kind == "head" else min(kept + 1, tokens)
 
 
 def _check_head(target: ModelShape, options: DrafterOptions) -> None:
@@ -136,8 +130,8 @@ def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
     vocab_size = _vocab_size(target, options)
     if options.kind == "head":
         _check_head(target, options)
-        wide = replace(target, layers=options.layers or 1, vocab_size=vocab_size, tied=True)
-        return DrafterShape(**asdict(wide), joins=True)
+        wide = replace(target, layers=options.layers or 1, vocab_size=vocab_size, tied=True, joins=True)
+        return DrafterShape(**asdict(replace(wide, attention_bias=False, head_norms=False)))
     step = WIDE_STEP if target.hidden >= WIDE_TARGET else NARROW_STEP
     usual = SHALLOW if _is_narrow(target) else max(1, round(target.layers / LAYERS_RATIO))
     layers = options.layers or usual
@@ -167,6 +161,15 @@ def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
     return chosen
 
 
+def continued_head(target: ModelShape, head: ModelShape, options: DrafterOptions) -> DrafterShape:
+    """The drafter that training makes of a trained head: it has that one's layers, and its tokens unless others are asked for.
+
+    Raises InputError as `derive` does.
+    """
+    vocabulary = options.vocabulary or head.vocab_size
+    return derive(target, replace(options, layers=head.layers, vocabulary=vocabulary))
+
+
 def describe(target: ModelShape, drafter: ModelShape) -> str:
     """The table a person sees before training starts."""
     rows = [
@@ -183,9 +186,11 @@ def describe(target: ModelShape, drafter: ModelShape) -> str:
         )
     ]
     if drafter.vocab_size < target.vocab_size:
-        kept = drafter.vocab_size - 1
-        share = f"{kept / target.vocab_size:.0%}"
-        rows.insert(6, ("tokens kept", "", f"{kept:,} ({share}), 1 row for the rest"))
+        kept = drafter.vocab_size - (not drafter.joins)
+        rest = "" if drafter.joins else ", 1 row for the rest"
+        rows.insert(6, ("tokens kept", "", f"{kept:,} ({kept / target.vocab_size:.0%}){rest}"))
+    elif drafter.joins:
+        rows.insert(6, ("tokens kept", "", "fewer; sizes are at most"))
     ratios = cost_ratios(target, drafter)
     rows.append(("c by parameters", "", f"{ratios['parameters']:.2%}"))
     rows.append(("c by bytes streamed", "", f"{ratios['streamed']:.2%}"))

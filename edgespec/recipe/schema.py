@@ -106,8 +106,9 @@ class DrafterOptions:
     hidden: int | None = knob(None, "hidden size instead of the rule's", at_least=64)
     vocabulary: int | None = knob(
         None,
-        "keep so many of the target's tokens, the most frequent ones; it never proposes the others (default: all. A target "
-        "with a hidden size below 1,024 and more than 32,768 tokens: those that cover 98 % of its text, a quarter at most)",
+        "keep so many of the target's tokens, the most frequent ones; it never proposes the others (default: all. A head: those "
+        "that cover 98 % of the target's text. A model for a target with a hidden size below 1,024 and more than 32,768 tokens: "
+        "those that cover 98 %, a quarter at most)",
         at_least=16,
     )
     init: str = knob(
@@ -132,7 +133,7 @@ class TrainingOptions:
     )
     context: int = knob(512, "tokens in a sequence", at_least=64)
     learning_rate: float = knob(1e-3, "peak learning rate", at_least=0.0)
-    min_learning_rate: float = knob(1e-6, "learning rate at the last step", at_least=0.0)
+    min_learning_rate: float = knob(1e-6, "learning rate at the last step, the peak at most", at_least=0.0)
     warmup_steps: int = knob(100, "linear warm-up steps", at_least=0)
     weight_decay: float = knob(0.1, "AdamW weight decay", at_least=0.0)
     save_steps: int = knob(200, "optimizer steps between resumable checkpoints", at_least=1)

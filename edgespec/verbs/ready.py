@@ -40,7 +40,7 @@ EXPORT = {
     "acceptance_prompts": 0,
 }
 """What a ready bundle has: ONNX int8 and the target's own GGUF file, which is Q4_1. Its drafter was measured when it was made."""
-EXPORTER = 3
+EXPORTER = 4
 """Raised when export writes other files of the same inputs: a pair in the cache is then made again."""
 
 

@@ -96,7 +96,7 @@ def test_the_target_keeps_what_the_head_learns_from(built: Path) -> None:
 
 def test_the_bundle_says_what_it_is(built: Path) -> None:
     manifest = open_manifest(built / "bundle")
-    assert manifest.drafter.kind == HEAD
+    assert (manifest.drafter.kind, manifest.drafter.shape["joins"]) == (HEAD, True)
     assert manifest.pairs() == [("onnxruntime", "fp32"), ("onnxruntime", "int8"), ("llama.cpp", "q8_0")]
     assert {path for table in manifest.drafter.files.values() for path in table.values()} == {
         "drafter/head-int8"

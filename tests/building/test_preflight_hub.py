@@ -51,7 +51,10 @@ def tried(url: str, home: Path, *names: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("hub") / "model")
+    """With its weights a second time, as Mistral's repositories have them."""
+    folder = make_model_folder(tmp_path_factory.mktemp("hub") / "model")
+    (folder / "consolidated.safetensors").write_text("in another layout")
+    return folder
 
 
 @pytest.mark.long
@@ -67,6 +70,7 @@ def test_refusals_are_told_apart(model: Path, tmp_path: Path) -> None:
         fetched = {path for path, _ in hub.ranges}
     assert opened["source"] == f"acme/open@{COMMIT}"
     assert "acme/open/model.safetensors" in fetched
+    assert "acme/open/consolidated.safetensors" not in fetched
     assert "acme/packed holds quantised weights (awq)" in quantised["error"]
     assert "acme/packed/model.safetensors" not in fetched  # nobody waits for what is of no use
     for seen, name in ((gated, "acme/gated"), (waiting, "acme/waiting")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +23,18 @@ from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from small_build import head_command, write_data
 from tiny_models import make_model_folder
 
+from edgespec.building.pipeline_head import HeadBuild
 from edgespec.cli import main
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import copy_file, read_json, write_json
 from edgespec.core.manifest import open_manifest
 from edgespec.core.metrics import RawCounts
-from edgespec.model_folder.head import HEAD_FILE, early_layers, keep_in_bytes
+from edgespec.model_folder.check import shape_in
+from edgespec.model_folder.head import HEAD_FILE, early_layers, keep_in_bytes, shape_of_drafter
+from edgespec.recipe.drafter import cost_ratios, derive
+from edgespec.recipe.read import RECIPE_FILE, resolve
+from edgespec.recipe.schema import DrafterOptions
+from edgespec.recipe.shipped import load_recipe
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
 
@@ -146,6 +154,36 @@ def test_a_gguf_file_is_refused_before_anything_is_trained(
     assert "llama.cpp gives the last one's alone" in capsys.readouterr().err
     assert main([*words(built.parent), "--drafter.kind", "model", "--out", str(tmp_path / "out")]) == 2
     assert "which only a head reads; give --drafter.kind head with it" in capsys.readouterr().err
+
+
+def test_a_target_of_one_layer_is_refused_before_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_gguf(make_model_folder(tmp_path / "source", layers=1), tmp_path / "tiny.gguf", "q8_0")
+    write_data(tmp_path)
+    assert main([*words(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    said = "drafter.features is 'three' and the target has 1 layer; two or more are needed"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out" / "generate").exists()
+
+
+def test_the_evaluation_counts_the_head_that_was_made(built: Path) -> None:
+    """Without drafter.vocabulary a plan has all tokens, which the made head has not."""
+    target, file = target_of(built), built / "evaluate" / "evaluation.json"
+    made, shape = shape_of_drafter(built / "distill" / "model"), shape_in(target / "config.json")
+    shutil.rmtree(file.parent)
+    build = HeadBuild(resolve(load_recipe(built / RECIPE_FILE), {}), built)
+    build._train_and_export(target, derive(shape, DrafterOptions(kind="head")))
+    assert read_json(file)["cost_ratio"] == cost_ratios(shape, made)["parameters"]
+
+
+@pytest.mark.parametrize("vocabulary", [None, 100])
+def test_a_trained_head_is_planned_as_it_is(built: Path, tmp_path: Path, vocabulary: int | None) -> None:
+    recipe, head = resolve(load_recipe(built / RECIPE_FILE), {}), built / "distill" / "model"
+    start = replace(recipe.drafter, init="checkpoint", checkpoint=str(head), vocabulary=vocabulary)
+    planned = HeadBuild(replace(recipe, drafter=start), tmp_path)._plan(target_of(built))
+    made = shape_of_drafter(head)
+    assert asdict(planned) == asdict(replace(made, vocab_size=vocabulary or made.vocab_size))
 
 
 def test_a_damaged_head_is_refused(built: Path, tmp_path: Path) -> None:

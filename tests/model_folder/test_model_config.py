@@ -22,7 +22,13 @@ from tiny_models import torch_logits
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.config import corrected_folder, known_ids, read_config, read_generation_config
+from edgespec.model_folder.config import (
+    corrected_folder,
+    known_ids,
+    read_config,
+    read_generation_config,
+    stop_ids,
+)
 from edgespec.model_folder.head import shape_of_drafter
 
 TOKENS = [5, 6, 7, 300, 2, 17]
@@ -48,6 +54,26 @@ def test_ids_beyond_the_vocabulary_are_no_tokens() -> None:
     assert known_ids({"pad_token_id": 511, "eos_token_id": [0, 2], "bos_token_id": None}, 512) == {}
     assert known_ids({"eos_token_id": [512, "2"]}, 512) == {"eos_token_id": None}
     assert known_ids(BEYOND, None) == {}
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "eos", "ends"),
+    [
+        (None, [7, 8, 9], 7, [7, 8, 9]),
+        (None, 7, None, [7]),
+        ({"eos_token_id": 2}, 7, 5, [2, 5]),  # an old generation config beside a new end token
+        ({"eos_token_id": [9, 600]}, 7, 9, [9]),
+        ({"temperature": 0.6}, 7, 5, [5, 7]),
+        (None, None, None, []),
+    ],
+)
+def test_a_reply_ends_where_one_of_the_files_says(
+    tmp_path: Path, generation: dict[str, Any] | None, config: Any, eos: int | None, ends: list[int]
+) -> None:
+    write_json(tmp_path / "config.json", {"vocab_size": 512, "eos_token_id": config})
+    if generation is not None:
+        write_json(tmp_path / "generation_config.json", generation)
+    assert stop_ids(tmp_path, eos) == ends
 
 
 @pytest.fixture(scope="module")

@@ -304,6 +304,22 @@ def test_stages_are_there_when_they_are_on() -> None:
     ]
 
 
+def test_static_graphs_have_weights_of_their_own() -> None:
+    """All three run at once: in floats where ranges are looked for, and beside the model in torch where they are verified."""
+
+    def memory(*npu: str) -> list[int]:
+        recipe = resolve({"target": "x", "export": {"npu": list(npu)}}, {})
+        return [stage(name, recipe, WIDE, PLAIN).memory for name in ("export", "verify")]
+
+    floats, rounded = (round(3.3 * costs.file_bytes(WIDE, "static", name)) for name in ("fp32", "qdq8"))
+    building, verifying = memory()
+    assert memory("fp32") == [building, verifying - costs.weight_bytes(WIDE) + floats]
+    assert memory("qdq8") == [
+        floats,
+        verifying - costs.weight_bytes(WIDE) + max(rounded, costs.weight_bytes(WIDE)),
+    ]
+
+
 def test_own_prompts_are_enough_for_every_stage_that_reads_them() -> None:
     recipe = resolve({"target": "x", "evaluate": {"prompts_file": "self", "prompts": 48}}, {})
     texts = {writing.stage: writing.texts for writing in writings(recipe)}

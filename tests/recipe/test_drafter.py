@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from edgespec.core.errors import InputError
-from edgespec.core.shapes import ModelShape
-from edgespec.recipe.drafter import LAYER_COST, cost_ratios, derive, describe, step_cost
+from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape, told_shape
+from edgespec.model_folder.head import head_weights, shape_of_drafter
+from edgespec.recipe.drafter import LAYER_COST, continued_head, cost_ratios, derive, describe, step_cost
+from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import DrafterOptions
+from edgespec.recipe.shipped import in_recipes, load_recipe, recipe_file
+from edgespec.recipe.targets import shape_of_target
 
 LLAMA_2_7B = ModelShape.from_config(
     {
@@ -112,6 +117,40 @@ def test_a_narrow_targets_drafter_goes_by_the_cost_of_a_step(share: float, vocab
     assert deeper.hidden < drafter.hidden or drafter.hidden == 64
     wide = replace(target, hidden=1024, heads=16, kv_heads=4)
     assert derive(wide, DrafterOptions()).layers == 4
+
+
+def test_the_ready_head_is_counted_as_its_recipe_plans_it() -> None:
+    """Every weight in its file, with the matrix and the norms that join token and state."""
+    target, folder = shape_of_target("smollm2-135m-instruct"), in_recipes("ready", "smollm2-135m-instruct")
+    assert folder is not None
+    made = shape_of_drafter(folder)
+    planned = derive(target, resolve(load_recipe(recipe_file("smollm2-head")), {}).drafter)
+    assert asdict(made) == asdict(planned)
+    assert made.parameters == sum(weight.size for weight in head_weights(folder).values()) == 8_923_968
+    assert read_json(folder / "evaluation.json")["cost_ratio"] == made.parameters / target.parameters
+    assert "8,192 (17%)\n" in describe(target, planned)  # no row stands for other tokens
+    assert "fewer; sizes are at most" in describe(target, derive(target, DrafterOptions(kind="head")))
+
+
+def test_a_trained_heads_layers_and_tokens_go_on() -> None:
+    options = DrafterOptions(kind="head", init="checkpoint", checkpoint="x")
+    head = derive(SMOLLM2_135M, DrafterOptions(kind="head", layers=2, vocabulary=3000))
+    assert continued_head(SMOLLM2_135M, head, options) == head
+    other = continued_head(SMOLLM2_135M, head, replace(options, vocabulary=5000))
+    assert other == replace(head, vocab_size=5000)
+    with pytest.raises(InputError, match=r"drafter\.layers is 2 and the target has 1"):
+        continued_head(replace(SMOLLM2_135M, layers=1), head, options)
+
+
+def test_a_heads_layers_have_neither_biases_nor_norms_of_heads() -> None:
+    target = replace(SMOLLM2_135M, attention_bias=True, head_norms=True)
+    head = DrafterOptions(kind="head", vocabulary=8192)
+    assert derive(target, head).parameters == derive(SMOLLM2_135M, head).parameters == 8_923_968
+
+
+def test_a_shape_that_is_older_than_heads_is_a_models() -> None:
+    told = {name: value for name, value in asdict(SMOLLM2_135M).items() if name != "joins"}
+    assert told_shape(told, "target") == SMOLLM2_135M
 
 
 def test_a_drafter_is_smaller_than_its_target() -> None:

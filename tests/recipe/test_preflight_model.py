@@ -110,8 +110,18 @@ def test_other_files_beside_the_model_are_not_read(spoilt: Path) -> None:
 
 
 def test_a_tokenizer_beyond_the_vocabulary(spoilt: Path) -> None:
+    """An added token that no chat has needs no row, such as that of Gemma 3 for pictures."""
     tokenizer = json.loads((spoilt / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 512, "content": "<|more|>"})
+    write_json(spoilt / "tokenizer.json", tokenizer)
+    check_model_folder(spoilt)
+    template = spoilt / "chat_template.jinja"
+    whole = template.read_text()
+    template.write_text(whole.replace("<|im_end|>", "<|more|>"))
+    with pytest.raises(InputError, match=r"has token ids up to 512 and config\.json a vocabulary of 512"):
+        check_model_folder(spoilt)
+    template.write_text(whole)
+    tokenizer["model"]["vocab"]["more"] = tokenizer["added_tokens"].pop()["id"]  # no added one
     write_json(spoilt / "tokenizer.json", tokenizer)
     with pytest.raises(InputError, match=r"has token ids up to 512 and config\.json a vocabulary of 512"):
         check_model_folder(spoilt)

@@ -18,7 +18,7 @@ from edgespec_recipes.data.sources import Numbered, hub_rows, in_turn, json_rows
 
 SEPARATOR = "<|endoftext|>"
 LONGEST = 2**22  # characters; a longer document is cut at a line end into several
-_LONGEST_LINE = 16 * LONGEST  # of .jsonl
+_LONGEST_LINE = 16 * LONGEST  # of .jsonl, or a row of .parquet
 _CHUNK = 2**20
 
 
@@ -73,7 +73,7 @@ def _documents(source: str) -> Iterator[str]:
         return
     for file in text_files(source):
         if file.name.endswith(".parquet"):
-            yield from _texts(parquet_rows(file, "text"), "text")
+            yield from _texts(parquet_rows(file, _LONGEST_LINE, "text"), "text")
         elif ".jsonl" in file.name:
             yield from _texts(json_rows(file, _LONGEST_LINE), "text")
         else:

@@ -21,7 +21,7 @@ from edgespec.core.files import MAX_JSON_BYTES, read_json
 from edgespec.core.texts import check_json, check_text
 from edgespec.recipe.data_sources import HUB, HUB_FORM, ROW_FILES, parse_hub, source_files
 
-_PARQUET_BATCH = 256
+_PARQUET_BATCH = 8  # rows; a small file can repeat one huge value in all of them
 
 T = TypeVar("T")
 Numbered = Iterator[tuple[str, dict[str, Any]]]
@@ -113,8 +113,11 @@ def json_list(file: Path) -> Numbered:
         yield f"{file}:{number}", row
 
 
-def parquet_rows(file: Path, column: str | None = None) -> Numbered:
-    """Every row of a .parquet file, of one column or all. Raises InputError (damaged, no such column), MissingExtra."""
+def parquet_rows(file: Path, longest: int, column: str | None = None) -> Numbered:
+    """Every row of a .parquet file, of one column or all.
+
+    Raises InputError (damaged, no such column, a row that cannot have at most `longest` characters), MissingExtra.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
@@ -127,29 +130,26 @@ def parquet_rows(file: Path, column: str | None = None) -> Numbered:
             if column is not None and column not in names:
                 raise InputError(f"{file} has the columns {', '.join(names)}; it needs {column!r}")
             for batch in table.iter_batches(_PARQUET_BATCH, columns=[column] if column else None):
-                for row in _values(batch, file, number):
+                for place in range(len(batch)):
                     number += 1
-                    yield f"{file}:{number}", row
+                    yield f"{file}:{number}", _value(batch.slice(place, 1), longest, f"{file}:{number}")
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(
             f"{file} cannot be read as parquet after row {number}: {_one_line(error)}"
         ) from error
 
 
-def _values(batch: Any, file: Path, before: int) -> list[dict[str, Any]]:
-    """The rows of a record batch, of which `before` rows come before. Raises InputError naming the first that is not UTF-8."""
+def _value(row: Any, longest: int, where: str) -> dict[str, Any]:
+    """A record batch of one row as an object. Raises InputError where it is too long or not UTF-8."""
+    if row.nbytes > 4 * longest:  # a character has at most four
+        raise InputError(
+            f"{where} has {row.nbytes:,} bytes; at most {4 * longest:,} are read: split it into rows"
+        )
     try:
-        rows: list[dict[str, Any]] = batch.to_pylist()
-        return rows
-    except UnicodeDecodeError:  # Arrow does not look at the bytes it reads
-        for place in range(len(batch)):
-            try:
-                batch.slice(place, 1).to_pylist()
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"{file}:{before + place + 1} has a text that is not UTF-8: {error.reason}"
-                ) from error
-        raise
+        [value] = row.to_pylist()
+    except UnicodeDecodeError as error:  # Arrow does not look at the bytes it reads
+        raise InputError(f"{where} has a text that is not UTF-8: {error.reason}") from error
+    return dict(value)
 
 
 def hub_rows(source: str) -> Numbered:
@@ -192,13 +192,16 @@ def _one_line(error: BaseException) -> str:
 
 
 def read_rows(source: str, longest: int) -> Numbered:
-    """Every row of one file or hub dataset; a line of JSON has at most `longest` characters. Raises InputError, MissingExtra."""
+    """Every row of one file or hub dataset. Raises InputError, MissingExtra.
+
+    longest: characters of a row of .jsonl or .parquet; other rows have no bound here.
+    """
     if source.startswith(HUB):
         yield from hub_rows(source)
         return
     for file in source_files(source, ROW_FILES):
         if file.name.endswith(".parquet"):
-            yield from parquet_rows(file)
+            yield from parquet_rows(file, longest)
         elif file.name.endswith(".json"):
             yield from json_list(file)
         else:

@@ -11,6 +11,7 @@ import os
 import urllib.error
 import urllib.request
 from threading import Event
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,14 +19,14 @@ from edgespec.core.errors import InputError, OneProcessError
 from edgespec.core.files import parse_json
 
 KEY = "EDGESPEC_API_KEY"
-MAX_ANSWER = 256 * 2**20  # bytes
+MAX_ANSWER, PIECE = 256 * 2**20, 2**20  # bytes
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
 # statuses of a server that is busy, starting or restarting
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Refusal(Exception):
-    """The server understood and said no: its status and its words."""
+    """The server understood and said no, with its status and its words; or it answered with something else than an object."""
 
 
 class Passing(Exception):
@@ -50,8 +51,13 @@ class JsonServer:
     """
 
     def __init__(self, url: str, timeout: float, retries: int) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            usable = usable and not parts.query and not parts.fragment
+        except ValueError:  # a bracket that is not closed, a port that is no number
+            usable = False
+        if not usable:
             raise InputError(f"inference.url is {url!r}; give http://HOST:PORT or https://HOST, without /v1")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout, self.retries = timeout, retries
@@ -60,10 +66,10 @@ class JsonServer:
 
     def ask(
         self, path: str, body: dict[str, Any] | None = None, *, once: frozenset[int] = frozenset()
-    ) -> Any:
-        """The JSON that the server answers to a GET, or to a POST of `body`. The statuses in `once` are not tried again.
+    ) -> dict[str, Any]:
+        """The object that the server answers to a GET, or to a POST of `body`. The statuses in `once` are not tried again.
 
-        Raises Refusal where it says no, OneProcessError where it cannot be reached or breaks off, time after time.
+        Raises Refusal where it says no, OneProcessError where it cannot be reached, breaks off or is too slow, time after time.
         """
         wait = FIRST_WAIT
         for attempt in range(self.retries + 1):
@@ -79,14 +85,18 @@ class JsonServer:
             "again: what is finished is kept"
         ) from seen
 
-    def _once(self, path: str, body: dict[str, Any] | None, passing: frozenset[int]) -> Any:
+    def _once(self, path: str, body: dict[str, Any] | None, passing: frozenset[int]) -> dict[str, Any]:
+        end, seen = monotonic() + self.timeout, bytearray()
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         if key := os.environ.get(KEY):
             request.add_header("Authorization", f"Bearer {key}")
         try:
             with self._open(request, timeout=self.timeout) as answer:
-                seen = answer.read(MAX_ANSWER + 1)
+                while len(seen) <= MAX_ANSWER and (piece := answer.read1(PIECE)):
+                    seen += piece
+                    if monotonic() > end:  # the socket's own timeout begins again with every piece
+                        raise TimeoutError(f"its answer takes longer than {self.timeout:g} seconds")
         except urllib.error.HTTPError as error:
             words = f"status {error.code}: {_words(error)}"
             if error.code in passing:
@@ -101,9 +111,12 @@ class JsonServer:
                 f"{self.url}{path} answers with more than {MAX_ANSWER} bytes; ask for fewer logprobs"
             )
         try:
-            return parse_json(seen, f"the answer of {self.url}{path}")
+            found = parse_json(bytes(seen), f"the answer of {self.url}{path}")
         except InputError as error:  # a proxy's page, or half an answer
             raise Passing(str(error)) from error
+        if not isinstance(found, dict):
+            raise Refusal(f"it answers {str(found)[:60]!r} where a JSON object is wanted")
+        return found
 
 
 def _words(error: urllib.error.HTTPError) -> str:
@@ -114,9 +127,9 @@ def _words(error: urllib.error.HTTPError) -> str:
     except (OSError, http.client.HTTPException):
         return ""
     try:
-        found = json.loads(text)
+        found = parse_json(text, "the error")
         told = found.get("error", found)
         text = str(told.get("message", told) if isinstance(told, dict) else told)
-    except (ValueError, AttributeError):
+    except (InputError, AttributeError):
         pass
     return " ".join(text.split())[:300]

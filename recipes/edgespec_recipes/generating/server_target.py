@@ -19,11 +19,12 @@ import numpy as np
 from edgespec.core.errors import InputError, OneProcessError
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
+from edgespec.core.texts import unwritable
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import plain_ids, render
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
-from edgespec_recipes.generating.response_rows import Answers, Request, Writer
+from edgespec_recipes.generating.response_shards import Answers, Request, Writer
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.top_k import LEAST, record_type
@@ -41,6 +42,17 @@ ELSE = (
 )
 """What to do where distributions are wanted of a server that has none to give."""
 UNCLEAR = 2  # further tries for an answer that ends without a reason
+LOWEST, ROUNDED = (
+    -1e4,
+    1e-2,
+)  # log-probabilities: what stands for any below it, and the most that rounding makes of 0
+
+
+def _told(answer: dict[str, Any], name: str) -> int | None:
+    """A number of an answer's usage; None where it has none."""
+    usage = answer.get("usage")
+    number = usage.get(name) if isinstance(usage, dict) else None
+    return number if type(number) is int else None
 
 
 def probe_text(tokenizer: Any) -> str:
@@ -72,10 +84,10 @@ class ServerTarget:
 
     def _model(self, context: int) -> tuple[str, int]:
         """(its name, tokens of its context)."""
-        listed = self._asked("/v1/models")
+        listed = self._asked("/v1/models").get("data")
         models = {
             str(model["id"]): model
-            for model in (listed.get("data") if isinstance(listed, dict) else None) or []
+            for model in (listed if isinstance(listed, list) else [])
             if isinstance(model, dict) and "id" in model
         }
         name = self.how.model or (next(iter(models)) if len(models) == 1 else "")
@@ -87,7 +99,7 @@ class ServerTarget:
         longest = models[name].get("max_model_len")
         return name, min(context, longest) if type(longest) is int and longest > 0 else context
 
-    def _asked(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _asked(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
             return self.server.ask(path, body)
         except Refusal as error:
@@ -120,8 +132,8 @@ class ServerTarget:
     def _counted(self, text: str) -> int:
         """Tokens that the server counts in a text. Raises InputError where it does not say."""
         body = {"prompt": text, "max_tokens": 1, "temperature": 0.0, "model": self.model}
-        usage = self._asked(COMPLETIONS, body).get("usage") or {}
-        if type(counted := usage.get("prompt_tokens")) is not int:
+        counted = _told(self._asked(COMPLETIONS, body), "prompt_tokens")
+        if counted is None:
             raise InputError(
                 f"{self.where} sends no usage.prompt_tokens, which its vocabulary is checked with; is it an OpenAI server?"
             )
@@ -146,7 +158,7 @@ class ServerTarget:
         probe = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
         try:
             answer = self.server.ask(COMPLETIONS, probe, once=UNFIT)
-            counted = answer.get("usage", {}).get("prompt_tokens")
+            counted = _told(answer, "prompt_tokens")
             if counted in (None, len(ids)):
                 return True
             words = f"it counts {counted} tokens in a prompt of {len(ids)}"
@@ -158,17 +170,20 @@ class ServerTarget:
             )
         return False
 
-    def choice(self, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(the only choice, the usage) of a completion that came to its end. Raises InputError for one that did not."""
+    def choice(self, body: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+        """(the only choice, how many tokens the server counts in it) of a completion that came to its end.
+
+        Raises InputError for one that did not.
+        """
         asked = {"model": self.model, "return_token_ids": True, **body}
         seen: Any = None
         for _ in range(1 + UNCLEAR):
             answer = self._asked(COMPLETIONS, asked)
-            choices = answer.get("choices") if isinstance(answer, dict) else None
+            choices = answer.get("choices")
             if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
                 seen = choices[0].get("finish_reason")
                 if seen in ENDS:
-                    return choices[0], answer.get("usage") or {}
+                    return choices[0], _told(answer, "completion_tokens")
         raise OneProcessError(
             f"{self.where} breaks its answers off (finish_reason {seen!r}; stop or length is wanted); look at "
             "the server's log and run the same command again: whole shards are kept"
@@ -217,7 +232,8 @@ class ServerTarget:
         ids = row["input_ids"][places][: wanted[-1] + 1].tolist()
         body = {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "echo": True, "logprobs": top_k}
         choice, _ = self.choice({**body, "return_tokens_as_token_ids": True})
-        top = (choice.get("logprobs") or {}).get("top_logprobs")
+        scores = choice.get("logprobs")
+        top = scores.get("top_logprobs") if isinstance(scores, dict) else None
         if not isinstance(top, list) or len(top) < len(ids) + 1:
             raise OneProcessError(f"{self.where} sends no log-probabilities of a prompt's tokens; {ELSE}")
         for record, place in zip(records, wanted, strict=True):
@@ -231,19 +247,24 @@ class ServerTarget:
         pairs: list[tuple[float, int]] = []
         for name, value in (entry if isinstance(entry, dict) else {}).items():
             number = name.removeprefix(TOKEN_ID)
-            if number == name or not number.isdecimal() or int(number) >= self.vocab_size:
+            known = number.isdecimal() and len(number) < 9 and int(number) < self.vocab_size
+            if number == name or not known:
                 raise OneProcessError(
                     f"{self.where} names a token {name[:40]!r} where {TOKEN_ID}NUMBER is wanted; use a server that "
                     "knows return_tokens_as_token_ids (vLLM, edgespec serve)"
                 )
-            pairs.append((float(value), int(number)))
+            if not isinstance(value, int | float) or not value <= ROUNDED:  # NaN is neither
+                raise OneProcessError(
+                    f"{self.where} sends the log-probability {str(value)[:40]!r} of a token; a number of at most 0 is wanted"
+                )
+            pairs.append((min(0.0, max(LOWEST, value)), int(number)))
         if len(pairs) < top_k:
             raise OneProcessError(
                 f"{self.where} sends {len(pairs)} log-probabilities for a token and {top_k} are to be stored; "
                 f"start it with more (vLLM: --max-logprobs {top_k}) or give --distill.stored-top-k {max(1, len(pairs))}"
             )
         best = sorted(pairs, reverse=True)[:top_k]
-        return [token for _, token in best], [min(0.0, value) for value, _ in best]
+        return [token for _, token in best], [value for value, _ in best]
 
 
 class ServerWriter(Writer):
@@ -264,7 +285,7 @@ class ServerWriter(Writer):
 
     def _answer(self, request: Request) -> list[int]:
         text = "" if self.target.sends_ids else self._text(request)
-        choice, usage = self.target.choice(
+        choice, counted = self.target.choice(
             {
                 "prompt": request.prompt_ids if self.target.sends_ids else text,
                 "max_tokens": self.options.max_new_tokens,
@@ -277,7 +298,7 @@ class ServerWriter(Writer):
         ids = self._ids(choice)
         if choice["finish_reason"] == "stop":
             return ids if ids and ids[-1] in self.stops else [*ids, self._stop()]
-        written = usage.get("completion_tokens", len(ids))
+        written = len(ids) if counted is None else counted
         if not ids or written < self.options.max_new_tokens:
             raise OneProcessError(
                 f"{self.target.where} cut an answer off after {written} of "
@@ -310,7 +331,7 @@ class ServerWriter(Writer):
                     )
             return given
         text = choice.get("text")
-        if not isinstance(text, str):
+        if not isinstance(text, str) or unwritable(text):
             raise OneProcessError(
                 f"{self.target.server.url}{COMPLETIONS} sends a choice without a text; is it such a server?"
             )

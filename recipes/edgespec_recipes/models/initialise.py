@@ -83,9 +83,9 @@ def initial_drafter(
     is_cut = shape.vocab_size < full
     whole = replace(shape, vocab_size=full) if is_cut else shape
     size = full if options.init == "checkpoint" else whole.vocab_size
-    if len(tokenizer) > size:
+    if tokenizer.vocab_size > size:
         raise InputError(
-            f"the tokenizer has {len(tokenizer)} tokens and the drafter's vocabulary {size}; they must fit"
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the drafter's vocabulary {size}; they must fit"
         )
     if options.init == "checkpoint":
         model = _checkpoint(shape, options, target_folder, full)
@@ -99,8 +99,9 @@ def initial_drafter(
             _start_from_components(model, load_model(target_folder), token_counts(text, full))
     if is_cut and not is_restricted(model):
         counts = token_counts(text, full)
-        size = options.vocabulary or min(shape.vocab_size - 1, covering(counts))
-        chosen = choose_vocabulary(counts, special_tokens(tokenizer, target_folder), size)
+        special = special_tokens(tokenizer, target_folder)
+        size = options.vocabulary or min(shape.vocab_size - 1, covering(counts, special))
+        chosen = choose_vocabulary(counts, special, size)
         restrict(model, chosen, None if options.init == "random" else counts)
     return model
 

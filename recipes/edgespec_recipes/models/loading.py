@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from edgespec_runtime.engines.vocabulary import VOCABULARY, vocabulary_of, write_vocabulary
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from edgespec.core.errors import EdgespecError, InputError
@@ -23,8 +23,8 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import TEMPLATE_FILE, read_chat_template
 from edgespec.model_folder.chat_template import TOKENIZER_FILES as FAST_FILES
 from edgespec.model_folder.check import check_chat, check_model
-from edgespec.model_folder.config import TOKEN_IDS, corrected_ids, read_config, read_generation_config
-from edgespec_recipes.models.vocabulary import listed_ids, plain_config, plain_weights, wrap
+from edgespec.model_folder.config import TOKEN_IDS, corrected_ids, read_generation_config, stop_ids
+from edgespec_recipes.models.vocabulary import plain_config, plain_weights, wrap
 
 TOKENIZER_FILES = (
     *FAST_FILES,
@@ -56,7 +56,10 @@ def check_model_folder(folder: Path) -> ModelShape:
     check_chat(folder)
     check_class(folder)
     tokenizer = load_tokenizer(folder)
-    last = max(tokenizer.get_vocab().values())
+    # an added token that no chat has needs no row: that of Gemma 3 for pictures has none
+    added = tokenizer.get_added_vocab()
+    written = f"{tokenizer.chat_template} {tokenizer.bos_token} {tokenizer.eos_token}"
+    last = max(i for text, i in tokenizer.get_vocab().items() if text not in added or text in written)
     if last >= shape.vocab_size:
         raise InputError(
             f"the tokenizer in {folder} has token ids up to {last} and config.json a vocabulary of {shape.vocab_size}; take both "
@@ -91,10 +94,16 @@ def torch_config(folder: Path) -> Any:
 def load_tokenizer(folder: Path) -> Any:
     """The fast tokenizer of a model folder, with its default chat template. Raises InputError where its files cannot be read."""
     quiet()
+    # the class that a folder names may split text in its own way, and the runtime reads the file
+    has_file = (folder / "tokenizer.json").is_file()
+    kind = PreTrainedTokenizerFast if has_file else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise InputError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+    if has_file:  # what it says of these was left behind by a call in training
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
     tokenizer.chat_template = read_chat_template(folder)
     return tokenizer
 
@@ -157,19 +166,13 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, **placement: An
 
 
 def stop_ids_of(folder: Path, tokenizer: Any) -> list[int]:
-    """Ids that end a response of the model in a folder, in order: from its generation config, else its config, and the tokenizer.
-
-    Weights are not read. Raises InputError where there is none.
-    """
-    ids = read_generation_config(folder).get("eos_token_id")
-    found = set(listed_ids(read_config(folder).get("eos_token_id") if ids is None else ids))
-    if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
+    """`stop_ids` of a target. Weights are not read. Raises InputError where there is none."""
+    found = stop_ids(folder, tokenizer.eos_token_id)
     if not found:
         raise InputError(
             f"{folder} names no token of its vocabulary that ends a response; set eos_token_id in its generation_config.json"
         )
-    return sorted(found)
+    return found
 
 
 def save_model(model: Any, tokenizer_folder: Path, out: Path) -> None:

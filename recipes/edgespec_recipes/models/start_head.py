@@ -8,7 +8,7 @@ stream are zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ def start_head(
     target: Any,
     options: DrafterOptions,
     counts: np.ndarray,
-    special: Iterable[int],
+    special: Collection[int],
     seen: Iterable[tuple[Tensor, Tensor, Tensor]],
     early: Sequence[int] = (),
 ) -> FeatureHead:
@@ -49,7 +49,7 @@ def start_head(
     Raises InputError where the target's layers are not of Llama's form.
     """
     shape = shape_of(target)
-    size = options.vocabulary or covering(counts)
+    size = options.vocabulary or covering(counts, special)
     vocabulary = choose_vocabulary(counts, special, size)
     layers = options.layers or 1
     if layers > shape.layers:

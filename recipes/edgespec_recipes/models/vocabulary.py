@@ -8,7 +8,7 @@ model and whatever evaluates it needs to know nothing of this. A loss that wants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,11 +47,12 @@ def token_counts(blocks: Blocks, vocab_size: int) -> np.ndarray:
     return counts
 
 
-def covering(counts: np.ndarray, share: float = COVERAGE) -> int:
-    """How many tokens, a multiple of STEP, hold `share` of all that were counted [V]; at most V − 1."""
-    falling = np.sort(counts)[::-1].cumsum()
-    size = int(np.searchsorted(falling, share * falling[-1])) + 1
-    return min(-(-size // STEP) * STEP, len(counts) - 1)
+def covering(counts: np.ndarray, always: Collection[int], share: float = COVERAGE) -> int:
+    """How many tokens, `always` among them and a multiple of STEP, hold `share` of all that were counted [V]; at most V − 1."""
+    wanted = [token for token in {*always} if 0 <= token < len(counts)]
+    falling = np.sort(np.delete(counts, wanted))[::-1].cumsum()
+    others = int(np.searchsorted(falling, share * counts.sum() - counts[wanted].sum())) + 1
+    return min(-(-(len(wanted) + others) // STEP) * STEP, len(counts) - 1)
 
 
 def special_tokens(tokenizer: Any, target_folder: Path) -> set[int]:

@@ -51,9 +51,9 @@ def write_tokenizer(folder: Path, vocab_size: int, source: Path | None) -> str:
     if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
         _from_sentencepiece(folder)
     tokenizer = load_tokenizer(folder)
-    if len(tokenizer) > vocab_size:
+    if tokenizer.vocab_size > vocab_size:
         raise InputError(
-            f"the tokenizer in {source} has {len(tokenizer)} tokens and the model {vocab_size}; give the model's own"
+            f"the tokenizer in {source} has {tokenizer.vocab_size} tokens and the model {vocab_size}; give the model's own"
         )
     if not tokenizer.chat_template:
         _write_template(folder)

@@ -25,6 +25,7 @@ HUB_FILES = (
     f"{MORE_TEMPLATES}/*.jinja",
     "LICENSE*",
 )
+SECOND_COPY = "consolidated*"  # the weights once more, in the layout of Mistral's own programs
 
 
 def resolve_target(name: str) -> FoundTarget:
@@ -93,7 +94,8 @@ def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
         config = Path(huggingface_hub.snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
         if config.is_file():  # quantised weights are refused before they are fetched
             refuse_quantised(read_json(config), repo)
-        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(HUB_FILES)))
+        patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": [SECOND_COPY]}
+        folder = Path(huggingface_hub.snapshot_download(repo, **patterns))
     except errors.GatedRepoError as error:
         raise InputError(
             f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, log in with `hf auth login` and run again, "
@@ -104,9 +106,11 @@ def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
             f"the hub has no model {repo!r} (or it is private: log in with `hf auth login`){did_you_mean(name, TARGETS)}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        raise InputError(
-            f"{repo} is not on this machine and the hub cannot be reached: check the network, {local}"
-        ) from error
+        if isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+            why = "HF_HUB_OFFLINE is set: fetch it once without that variable"
+        else:
+            why = "the hub cannot be reached: check the network"
+        raise InputError(f"{repo} is not on this machine and {why}, {local}") from error
     except Exception as error:
         # a connection that broke off is an exception of the HTTP library, which changed over time
         of_http = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests", "urllib3")

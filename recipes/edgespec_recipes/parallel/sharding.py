@@ -28,8 +28,8 @@ def sharded() -> bool:
 def trainer_settings() -> dict[str, Any]:
     """Arguments of TrainingArguments for these processes."""
     settings: dict[str, Any] = {
-        # without it LOCAL_RANK on a machine without CUDA counts as no distribution
-        "use_cpu": processes.world() > 1 and not torch.cuda.is_available(),
+        # As processes.device(): without it the Trainer would take Apple's GPU, and LOCAL_RANK without CUDA for no distribution
+        "use_cpu": not torch.cuda.is_available(),
         "ddp_find_unused_parameters": False,
     }
     if sharded():

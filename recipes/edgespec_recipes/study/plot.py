@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,29 +72,31 @@ def _steps(report: Report) -> Any:
 
 
 def _selections(results: Mapping[str, Any]) -> dict[str, list[tuple[float, str]]]:
-    """Divergence -> (k, arm), ascending, of the arms that differ in k alone."""
-    arms = results["arms"]
+    """Divergence -> (k, arm), ascending, of the arms that differ in k alone. Two of one divergence say in what they differ."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for name, arm in results["arms"].items():
+        rest = {**arm["changes"], **arm["distill"], "distill": None, "keep_steps": None}
+        k = rest.pop("select_fraction")
+        found.setdefault(json.dumps(rest, sort_keys=True), []).append((k, name))
+    curves = [(json.loads(rest), sorted(arms)) for rest, arms in found.items() if len(arms) > 1]
+    curves = [(rest, arms) for rest, arms in curves if arms[0][0] < 1]
 
-    def rest(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {**arms[name]["distill"], "select_fraction": None}, {**arms[name]["changes"], "distill": None}
+    def label(rest: dict[str, Any]) -> str:
+        alike = [other for other, _ in curves if other["divergence"] == rest["divergence"]]
+        apart = [name for name in rest if any(other.get(name) != rest[name] for other in alike)]
+        return ", ".join([rest["divergence"], *(f"{name} {rest[name]}" for name in apart)])
 
-    curves: dict[str, list[tuple[float, str]]] = {}
-    for name, arm in arms.items():
-        if arm["distill"]["select_fraction"] < 1:
-            same = [other for other in arms if rest(other) == rest(name)]
-            found = sorted((arms[other]["distill"]["select_fraction"], other) for other in same)
-            curves.setdefault(arm["distill"]["divergence"], found)
-    return curves
+    return {label(rest): arms for rest, arms in curves}
 
 
 def _k(report: Report, curves: Mapping[str, list[tuple[float, str]]]) -> Any:
     figure = new_figure(4.8 * len(report.domains), 3.4)
     panels = figure.subplots(1, len(report.domains), squeeze=False)[0]
     for axes, domain in zip(panels, report.domains, strict=True):
-        for colour, (divergence, points) in zip(_LINES * 9, curves.items(), strict=False):
+        for colour, (label, points) in zip(_LINES * 9, curves.items(), strict=False):
             middle, errors = bars([report.mean(arm, domain)["alpha"] for _, arm in points])
             shares = [k for k, _ in points]
-            axes.errorbar(shares, middle, yerr=errors, fmt="o-", color=colour, label=divergence, **_MARKS)
+            axes.errorbar(shares, middle, yerr=errors, fmt="o-", color=colour, label=label, **_MARKS)
         axes.set_xlabel("k, the share of tokens that is learnt")
         axes.set_ylabel(f"α {DOMAIN_NAMES[domain]}")
         axes.legend(frameon=False, fontsize=9)

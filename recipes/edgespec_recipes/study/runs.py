@@ -360,14 +360,7 @@ class Runs:
                 "parameters": shape.parameters,
                 "cost_ratio": cost_ratios(self._target_shape(), shape)["parameters"],
                 "trained_tokens": counts.get("tokens", 0) if arm.recipe.distill.steps else 0,
-                "distill": {
-                    knob: getattr(arm.recipe.distill, knob)
-                    for knob in (
-                        *("steps", "divergence", "tvdpp_estimator", "tvdpp_scope", "labels"),
-                        *("fixed_fraction", "student_fraction", "learning_rate"),
-                        *("select_fraction", "scale_learning_rate"),
-                    )
-                },
+                "distill": asdict(arm.recipe.distill),
             }
         return {
             "study": study.name,

@@ -108,7 +108,7 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> LambdaLR:
         if self.lr_scheduler is None:  # type: ignore[has-type]
             peak, warmup_steps = self.options.learning_rate, self.options.warmup_steps
-            floor = self.options.min_learning_rate / peak if peak else 1.0
+            floor = min(1.0, self.options.min_learning_rate / peak) if peak else 1.0
             self.lr_scheduler = LambdaLR(
                 optimizer or self.optimizer,
                 lambda step: warmup_decay(step, num_training_steps, warmup_steps, floor),

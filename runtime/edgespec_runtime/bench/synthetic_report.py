@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec.core import __version__
-from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, ratio_of_sums
+from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, predicted_speedup, ratio_of_sums
 from edgespec.core.table import count, interval, table
 from edgespec_runtime.bench.report import Interval, summed
-from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length, break_even
+from edgespec_runtime.chooser.pass_costs import Costs, break_even
 from edgespec_runtime.engines.exactness import EXACT
 
 Trace = tuple[float, ...]  # acceptance rate at each position of a block; the last one goes on
@@ -117,7 +117,7 @@ def _row(section: Section, arm: Arm, plain: dict[int, RawCounts]) -> Row:
         draft_cost = in_plain_steps(lambda counts: counts.draft_seconds / counts.drafted)
     efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
     length = total.drafted / total.blocks
-    best, predicted = best_draft_length(section.costs, sum(arm.trace) / len(arm.trace), context)
+    best, predicted = best_of_trace(section.costs, arm.trace, context)
     ratios = [run.counts.token_rate / plain[run.round].token_rate for run in runs]
     return Row(
         arm=arm,
@@ -133,6 +133,22 @@ def _row(section: Section, arm: Arm, plain: dict[int, RawCounts]) -> Row:
         predicted=predicted,
         loop_share=bootstrap([run.loop_share for run in runs], median),
     )
+
+
+def best_of_trace(costs: Costs, trace: Trace, context: int) -> tuple[int, float]:
+    """(γ, its predicted speed-up) for acceptance rates by position; (0, 1.0) where no draft pays.
+
+    τ(γ) = 1 + Σ_j Π_{i ≤ j} α_i: the j-th draft token stays where all up to it do.
+    """
+    stays = efficiency = 1.0
+    speedups = [1.0]
+    for length in range(1, costs.longest):
+        stays *= trace[min(length, len(trace)) - 1]
+        efficiency += stays
+        passed = costs.v(costs.cheapest_length(length + 1, context), context)
+        speedups.append(predicted_speedup(efficiency, length, costs.c_t(context), passed))
+    best = max(range(costs.longest), key=speedups.__getitem__)
+    return best, speedups[best]
 
 
 def _pass_seconds(counts: RawCounts) -> float:

@@ -118,6 +118,29 @@ def test_a_parquet_file_without_text_names_its_columns(tmp_path: Path) -> None:
         list(read_documents(str(tmp_path / "a.parquet")))
 
 
+def test_a_small_parquet_file_takes_little_memory(tmp_path: Path) -> None:
+    """Its one value of a MiB stands in 256 rows."""
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array(["x" * 2**20]))
+    parquet.write_table(
+        pa.table({"text": values}), tmp_path / "a.parquet", compression="zstd", store_schema=False
+    )
+    assert (tmp_path / "a.parquet").stat().st_size < 1000
+    before, rows = pa.total_allocated_bytes(), 0
+    for text in read_documents(str(tmp_path / "a.parquet")):
+        rows += len(text) == 2**20
+        assert pa.total_allocated_bytes() - before < 32 * 2**20
+    assert rows == 256
+
+
+def test_a_huge_row_of_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_LONGEST_LINE", 1000)
+    parquet.write_table(pa.table({"text": ["日" * 1000, "y" * 5000]}), tmp_path / "a.parquet")
+    found = read_documents(str(tmp_path / "a.parquet"))
+    assert next(found) == "日" * 1000
+    with pytest.raises(InputError, match=r"a.parquet:2 has 5,\d+ bytes; at most 4,000 are read"):
+        next(found)
+
+
 def test_damage_inside_a_parquet_file_is_named(tmp_path: Path) -> None:
     texts = [f"text number {number} " * 5 for number in range(2000)]
     parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=500)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +16,7 @@ from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.generating import http_json
 from edgespec_recipes.generating.choose_writer import check_source
 from edgespec_recipes.generating.datagen import generate
-from edgespec_recipes.generating.http_json import JsonServer, Refusal
-from edgespec_recipes.generating.response_rows import Request
-from edgespec_recipes.generating.response_shards import read_responses
+from edgespec_recipes.generating.response_shards import Request, read_responses
 from edgespec_recipes.generating.self_written import user_turn
 from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
 from edgespec_recipes.generating.target_store import store_targets
@@ -170,9 +166,11 @@ def _spoilt(**changes: Any) -> Spoil:
     ("spoil", "words"),
     [
         (_spoilt(finish_reason="length", token_ids=[5, 6], completion_tokens=2), "cut an answer off after 2 of 10 tokens"),
+        (_spoilt(finish_reason="length", token_ids=[5], completion_tokens=None), "cut an answer off after 1 of 10 tokens"),
         (_spoilt(finish_reason=None), r"breaks its answers off \(finish_reason None"),
         (_spoilt(token_ids=[5, 70000]), "sends the token '70000'; the target has ids from 0 to 511"),
         (_spoilt(token_ids=None, text=None), "sends a choice without a text"),
+        (_spoilt(token_ids=None, text="\ud83d"), "sends a choice without a text"),
         (lambda path, n, honest: (200, honest if path != COMPLETIONS or n < PROBES else honest[:40]), "is not valid JSON"),
         (lambda path, n, honest: (200, honest) if path != COMPLETIONS or n < PROBES else None, "did not answer in 3 tries"),
         (
@@ -270,6 +268,24 @@ def test_a_bos_of_the_servers_own_is_not_sent_twice(root: Path, url: str) -> Non
     assert not target_at(url, root).adds_bos
 
 
+@pytest.mark.parametrize("usage", [None, [], {"prompt_tokens": None}])
+def test_a_server_that_counts_no_tokens_of_ids_is_believed(root: Path, url: str, usage: Any) -> None:
+    def silent(path: str, number: int, honest: bytes) -> tuple[int, bytes]:
+        last = path == COMPLETIONS and number == PROBES - 1
+        return 200, json.dumps({"usage": usage}).encode() if last else honest
+
+    with spoiling(url, silent) as server:
+        assert target_at(server.url, root).sends_ids
+
+
+def test_a_list_of_models_that_is_none(root: Path, url: str) -> None:
+    with (
+        spoiling(url, lambda path, number, honest: (200, b'{"data": 5}')) as server,
+        pytest.raises(InputError, match="has no models"),
+    ):
+        target_at(server.url, root)
+
+
 def test_other_models_and_vocabularies_are_refused(root: Path, url: str, tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"inference.model is 'llama' and http://127.0.0.1:\d+ has tiny; name one"
@@ -305,6 +321,9 @@ def test_other_models_and_vocabularies_are_refused(root: Path, url: str, tmp_pat
         ),
         ([{" the": -1.0, "token_id:5": -1.0}] * 9, "names a token ' the' where token_id:NUMBER is wanted"),
         ([{"token_id:512": -1.0}] * 9, "names a token 'token_id:512'"),
+        ([{f"token_id:{'5' * 5000}": -1.0}] * 9, "names a token 'token_id:555"),
+        ([{"token_id:5": None}] * 9, "sends the log-probability 'None' of a token"),
+        ([{"token_id:5": 1000}] * 9, "sends the log-probability '1000' of a token"),
     ],
 )
 def test_log_probabilities_that_cannot_be_stored(
@@ -344,37 +363,6 @@ def test_a_server_that_is_down(root: Path, no_waiting: list[float | None]) -> No
     ):
         target_at("http://127.0.0.1:9", root)
     assert no_waiting == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "127.0.0.1:8000", "ftp://host", "http://", "http://host?key=1"]
-)
-def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(InputError, match="give http://HOST:PORT"):
-        JsonServer(url, 1.0, 0)
-
-
-def test_a_name_that_is_no_hosts() -> None:
-    with pytest.raises(InputError, match="did not answer in 1 tries"):
-        JsonServer("http://..:80", 1.0, 0).ask("/v1/models")
-
-
-def test_a_refusal_that_breaks_off_is_a_refusal() -> None:
-    """The connection is reset after the head of an error, in the middle of its body."""
-
-    def break_off(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4000\r\n\r\n{")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=break_off, args=(listener,))
-        thread.start()
-        with pytest.raises(Refusal, match="status 404"):
-            JsonServer(f"http://127.0.0.1:{listener.getsockname()[1]}", 5.0, 0).ask("/v1/models")
-        thread.join()
 
 
 def test_a_key_is_sent_and_never_to_another_server(

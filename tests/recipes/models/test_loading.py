@@ -11,10 +11,14 @@ import pytest
 import torch
 from edgespec_recipes.models import loading
 from edgespec_recipes.offline_target import resolve
+from edgespec_runtime.text.tokenizer import ChatTokenizer
 from huggingface_hub import errors
 from tiny_models import make_model_folder
+from tiny_sentencepiece import LLAMA_2, sentencepiece_like
+from tokenizers import Tokenizer
 
 from edgespec.core.errors import InputError
+from edgespec.core.files import write_json
 from edgespec.recipe.targets import TARGETS
 
 
@@ -127,8 +131,17 @@ def test_code_in_a_model_folder_never_runs(spoilt: Path) -> None:
         loading.load_model(spoilt)
 
 
-def test_no_network_says_what_to_do() -> None:
-    with pytest.raises(InputError, match="cannot be reached: check the network, or give a local folder"):
+@pytest.mark.parametrize(
+    ("offline", "message"),
+    [
+        (False, "cannot be reached: check the network, or give a local folder"),
+        (True, "HF_HUB_OFFLINE is set: fetch it once without that variable, or give a local folder"),
+    ],
+)
+def test_no_network_says_what_to_do(offline: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    with pytest.raises(InputError, match=message):
         resolve.resolve_target("tinyllama-1.1b-chat")
 
 
@@ -161,6 +174,30 @@ def test_every_alias_has_a_repository_or_is_made_here() -> None:
 def test_shared_model_resolves(shared: Path) -> None:
     resolved = resolve.resolve_target(str(shared / "models" / "concierge"))
     assert loading.load_model(resolved.folder).num_parameters() == 13_899_264
+
+
+def test_text_is_split_as_tokenizer_json_says(tmp_path: Path) -> None:
+    """Whatever class a folder names: transformers builds Llama 2's anew, without the blank that the file has behind <s>."""
+    sentencepiece_like("normalizer").save(str(tmp_path / "tokenizer.json"))
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    other = {"model_max_length": 77, "padding_side": "left", "chat_template": LLAMA_2}
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", **roles, **other})
+    write_json(tmp_path / "config.json", {"model_type": "llama"})
+    tokenizer, talk = loading.load_tokenizer(tmp_path), [{"role": "user", "content": "a inst"}]
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ChatTokenizer(tmp_path).encode_chat(talk)
+    assert (tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert {name: getattr(tokenizer, name) for name in other} == other
+
+
+def test_a_length_that_training_left_in_a_tokenizer_is_not_kept(spoilt: Path) -> None:
+    left = Tokenizer.from_file(str(spoilt / "tokenizer.json"))
+    wanted = left.encode("a text of more than four tokens").ids
+    left.enable_truncation(4)
+    left.enable_padding(length=64)
+    left.save(str(spoilt / "tokenizer.json"))
+    found = loading.load_tokenizer(spoilt).backend_tokenizer.encode("a text of more than four tokens")
+    assert found.ids == wanted
 
 
 def test_the_first_difference_of_two_vocabularies_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from edgespec_recipes.data.mixing import FIXED, TARGET
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.models.start_head import start_head, with_vocabulary
-from edgespec_recipes.models.vocabulary import covering
+from edgespec_recipes.models.vocabulary import choose_vocabulary, covering
 from edgespec_recipes.training.distill_head import HeadObjective, unrolled
 from tiny_models import make_model_folder
 from torch.nn import functional
@@ -55,9 +55,10 @@ def test_plans_count_what_a_step_multiplies(target: torch.nn.Module, layers: int
     head = start_head(target, options, np.ones(512), [0], seen_of(target))
     planned = derive(ModelShape.from_config(target.config.to_dict()), options)
     assert body_weights(planned) == head.shape.multiplications - KEPT * planned.hidden
-    norms = 2 * planned.hidden * layers + planned.hidden
-    rows = planned.hidden * (KEPT + 1 + 1)  # tokens kept, the row for all others, and the one that is read
+    norms = 2 * planned.hidden * layers + 3 * planned.hidden
+    rows = planned.hidden * (KEPT + 1)  # tokens kept, and the target's row that is read
     assert planned.streamed_parameters == body_weights(planned) + norms + rows
+    assert planned.parameters == sum(weight.numel() for weight in head.parameters())
 
 
 @torch.no_grad()
@@ -122,8 +123,26 @@ def test_early_layers_start_without_a_say(target: torch.nn.Module) -> None:
 def test_a_vocabulary_covers_what_was_written() -> None:
     counts = np.zeros(5000, np.int64)
     counts[:300], counts[300:400], counts[400:] = 1000, 10, 0
-    assert covering(counts, 0.98) == 512  # 295 tokens and more, a multiple of 256
-    assert covering(np.ones(600, np.int64), 1.0) == 599  # a part of the target's tokens
+    for always in ((), (0, 7), (4999,)):
+        assert covering(counts, always, 0.98) == 512  # 295 tokens and more, a multiple of 256
+    assert covering(np.ones(600, np.int64), (), 1.0) == 599  # a part of the target's tokens
+
+
+def test_tokens_that_are_always_kept_come_on_top() -> None:
+    """Gemma 3 has thousands that its text never holds."""
+    counts, always = np.zeros(50_000, np.int64), range(43_851, 50_000)
+    counts[:43_851] = 1e9 / np.arange(1, 43_852)
+    size = covering(counts, always)
+    covered = counts[choose_vocabulary(counts, always, size).ids].sum() / counts.sum()
+    fewer = counts[choose_vocabulary(counts, always, size - 256).ids].sum() / counts.sum()
+    assert fewer < 0.98 <= covered
+
+
+def test_a_head_has_room_for_the_tokens_that_are_always_kept(target: torch.nn.Module) -> None:
+    counts = np.zeros(512, np.int64)
+    counts[500:] = 100
+    head = start_head(target, DrafterOptions(kind="head"), counts, range(300), seen_of(target))
+    assert set(head.vocabulary.ids.tolist()) >= {*range(300), *range(500, 512)} - {511}
 
 
 def test_more_layers_than_the_target_has_are_refused(target: torch.nn.Module) -> None:

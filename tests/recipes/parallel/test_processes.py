@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from edgespec_recipes.parallel import processes
+from edgespec_recipes.parallel.sharding import trainer_settings
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,4 @@ def test_processes_share_what_accelerators_there_are(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world))
     assert processes.device() == torch.device(device)
     assert processes.backend() == backend
+    assert trainer_settings()["use_cpu"] is (device == "cpu")  # also where torch has Apple's GPU

@@ -213,6 +213,7 @@ def test_every_arm_and_seed_is_counted(finished: Path, place: Path) -> None:
     assert found["command"].startswith("edgespec study ")
     assert found["target"]["parameters"] == sum(p.numel() for p in load_model(place / "target").parameters())
     assert {arm["trained_tokens"] for arm in found["arms"].values()} == {0, 6 * 4 * 64}
+    assert {arm["distill"]["jsd_beta"] for arm in found["arms"].values()} == {0.5}
     assert len((place / "out" / "results.json").read_bytes()) < 1_000_000
     text = (place / "docs" / "results.md").read_text()
     assert "it helps" in text

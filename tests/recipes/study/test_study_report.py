@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from edgespec_recipes.study.numbers import (
     results,
     verdict,
 )
-from edgespec_recipes.study.plot import plot_study
+from edgespec_recipes.study.plot import _selections, plot_study
 from edgespec_recipes.study.report import Report
 
 from edgespec.core.errors import InputError
@@ -276,10 +276,7 @@ def found() -> dict[str, Any]:
             "parameters": 300_000,
             "cost_ratio": 0.02,
             "trained_tokens": 10_000,
-            "distill": {
-                knob: getattr(arm.recipe.distill, knob)
-                for knob in ("steps", "divergence", "select_fraction", "scale_learning_rate")
-            },
+            "distill": asdict(arm.recipe.distill),
         }
         for name, arm in study.arms.items()
     }
@@ -370,13 +367,27 @@ def test_results_of_another_schema_are_refused(found: dict[str, Any], tmp_path: 
 
 
 def test_curves_of_k_hold_arms_that_differ_in_k_alone(found: dict[str, Any], tmp_path: Path) -> None:
-    from edgespec_recipes.study.plot import _selections
-
     assert _selections(found) == {"tvd": [(0.5, "tvd-k0.5"), (1.0, "tvd")]}
     without = {**found, "arms": {name: arm for name, arm in found["arms"].items() if "k0" not in name}}
     assert _selections(without) == {}
     names = [name for _, name in plot_study(found, tmp_path, "x")]
     assert names == ["x-arms.png", "x-steps.png", "x-k.png"]
+
+
+def test_curves_of_one_divergence_say_in_what_they_differ(found: dict[str, Any]) -> None:
+    def arm(k: float, beta: float, more: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+        options = {"divergence": "jsd", "select_fraction": k, "jsd_beta": beta, "mean": "tokens"}
+        return {"distill": options | (more or {}), "changes": changes}
+
+    arms = {
+        "half": arm(1.0, 0.5, {"keep_steps": 50}), "half-k": arm(0.4, 0.5, distill={"jsd_beta": 0.5}),
+        "low": arm(1.0, 0.3), "low-k": arm(0.4, 0.3),
+        "rows": arm(0.4, 0.3, {"mean": "sequences"}), "long": arm(0.7, 0.3, pretrain={"steps": 9}),
+    }  # fmt: skip
+    assert _selections({**found, "arms": arms}) == {
+        "jsd, jsd_beta 0.5": [(0.4, "half-k"), (1.0, "half")],
+        "jsd, jsd_beta 0.3": [(0.4, "low-k"), (1.0, "low")],
+    }
 
 
 def test_one_seed_is_enough_to_look() -> None:

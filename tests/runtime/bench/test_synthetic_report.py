@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from edgespec_runtime.bench.synthetic_report import Arm, Run, Section, plain_loop_share, rows_of, text
-from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.bench.synthetic_report import (
+    Arm,
+    Run,
+    Section,
+    best_of_trace,
+    plain_loop_share,
+    rows_of,
+    text,
+)
+from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length
 from edgespec_runtime.engines.exactness import EXACT, FAST
 
 from edgespec.core.metrics import RawCounts, mbsu
@@ -52,6 +62,19 @@ def test_a_row_of_known_counts() -> None:
     assert "2.9 % [2.9, 2.9]" in said
     assert "fast mode" not in said
     assert "greedy, fast mode" in text(known_section(mode=FAST))
+
+
+def test_rates_by_position_have_a_best_draft_of_their_own() -> None:
+    """By hand: 1.9 / 1.15 at γ = 1, 1.99 / 1.3 at 2. The mean of the rates, 0.5, would make 2 the best."""
+    section = known_section()
+    runs = tuple(replace(run, arm=run.arm and Arm((0.9, 0.1), None)) for run in section.runs)
+    costs = Costs((50,), ((0.100, 0.105, 0.110, 0.115),), (0.010,))
+    (row,) = rows_of(replace(section, costs=costs, runs=runs))
+    assert (row.best_draft_length, row.predicted) == (1, pytest.approx(1.9 / 1.15))
+    for rate in (0.05, 0.3, 0.8, 1.0):  # one rate that goes on
+        best = best_draft_length(section.costs, rate, 50)
+        assert best_of_trace(section.costs, (rate,), 50) == (best[0], pytest.approx(best[1]))
+        assert best_of_trace(section.costs, (rate, rate), 50) == (best[0], pytest.approx(best[1]))
 
 
 def test_a_schedule_that_never_drafts_still_has_a_row() -> None:
