@@ -42,7 +42,7 @@ class HeldOut:
         places = 0
         for reply in replies:
             count = len(reply.tokens)
-            if not 0 < count <= self.most or len(reply.prompt) + count > self.context:
+            if not 0 < count <= self.most or reply.length > self.context:
                 continue
             places += count
             if places > self.most:
@@ -52,30 +52,29 @@ class HeldOut:
 
     def adopt_from(self, model: CachedEngine) -> None:
         """As `adopt`, with a file that stands for the model."""
-        written = self.questions.written or written_by(model, self.questions, self._room(model))
-        self.adopt(written, lambda reply: rows_of(model, reply))
+        room = self._room(model)
+        written = self.questions.written or written_by(model, self.questions, room)
+        self.adopt([reply for reply in written if reply.length <= room], lambda reply: rows_of(model, reply))
 
     def answers(self, model: CachedEngine, *, samples: bool) -> Answers | None:
-        """What a file answers beside the model; None where there is no reply. `samples`: and let it write some itself."""
-        if not self.replies:
+        """What a file answers beside the model; None where it has room for no reply. `samples`: and let it write some itself."""
+        held = zip(self.replies, self.logits, strict=True)
+        fitting = [pair for pair in held if pair[0].length <= model.engine.context_length]
+        if not fitting:
             return None
         counts: list[Counts] = []
         gaps = Gaps()
-        for reply, wanted in zip(self.replies, self.logits, strict=True):
-            if len(reply.prompt) + len(reply.tokens) > model.engine.context_length:
-                continue
+        for reply, wanted in fitting:
             seen = rows_of(model, reply)
             counts.append(count(seen, wanted, reply.tokens))
             gaps.add(seen, wanted)
-        if not counts:
-            return None
         found = answers_of(counts, gaps)
         if samples:
-            found.samples = self._samples(model)
+            found.samples = self._samples(model, [reply for reply, _ in fitting])
         return found
 
-    def _samples(self, model: CachedEngine) -> list[Sample]:
-        greedy = [reply for reply in self.replies if reply.temperature == 0.0]
+    def _samples(self, model: CachedEngine, replies: Sequence[Reply]) -> list[Sample]:
+        greedy = [reply for reply in replies if reply.temperature == 0.0]
         found = []
         for reply in greedy[:SAMPLES]:
             length = len(reply.tokens)

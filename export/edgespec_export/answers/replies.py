@@ -34,6 +34,11 @@ class Reply:
     tokens: tuple[int, ...]
     temperature: float
 
+    @property
+    def length(self) -> int:
+        """Tokens of the whole text."""
+        return len(self.prompt) + len(self.tokens)
+
 
 @dataclass(frozen=True)
 class Questions:

@@ -8,13 +8,12 @@ file may win beside a rounded target. α is the mean of Σ min(p, q) over one te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.pass_costs import best_draft_length
-from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.progress import progress
@@ -122,13 +121,9 @@ def speed_of(
     fast: bool,
 ) -> tuple[float, float, float]:
     """(seconds of a drafter step, tokens a second plainly, and at the best γ as α promises); `fast`: the target's fast mode."""
-    opened: list[Engine] = []
-    try:
+    with ExitStack() as opened:
         models = open_models(target, drafter, parameters, subset, opened, fast=fast)
         costs = calibrate(*models, how, LONGEST)
-    finally:
-        for model in opened:
-            model.close()
     context = costs.contexts[0]
     plain = 1 / costs.verify(1, context)
     return costs.draft(context), plain, plain * best_draft_length(costs, alpha, context)[1]

@@ -32,7 +32,7 @@ from edgespec.core.manifest import (
 )
 from edgespec.core.progress import MIB, reading
 from edgespec.model_folder.chat_template import copy_tokenizer
-from edgespec.model_folder.config import GENERATION, read_generation_config
+from edgespec.model_folder.config import GENERATION, read_generation_config, stop_ids
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.recipe.devices import Profile
 from edgespec.recipe.schema import ExportOptions
@@ -51,6 +51,7 @@ from edgespec_export.formats.export import ExportedFile, exported_files, streame
 from edgespec_export.other_engines.other_engines import write_elsewhere
 from edgespec_export.verify.file_check import has_engine
 from edgespec_export.verify.files import MOST_EXACT, exactness
+from edgespec_export.verify.tokenizer_files import FolderTokenizer
 
 DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
 FLOAT = 4  # bytes
@@ -98,8 +99,7 @@ def write_bundle(
         sizes = _copy(exported, export_folder, folder)
         (folder / "tokenizer").mkdir()
         copy_tokenizer(target_folder, folder / "tokenizer")
-        if (target_folder / GENERATION).is_file():
-            write_json(folder / "tokenizer" / GENERATION, read_generation_config(target_folder))
+        _write_stop_ids(folder / "tokenizer", target_folder)
         if subset is not None:
             write_vocabulary(folder / DRAFTERS_VOCABULARY, subset)
         write_jsonl(folder / "prompts.jsonl", [{"messages": list(messages)} for messages in prompts])
@@ -166,6 +166,12 @@ def write_bundle(
         manifest = replace(manifest, files={card.name: entry, **manifest.files})
         write_manifest(folder, manifest)
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
+
+
+def _write_stop_ids(folder: Path, target: Path) -> None:
+    """The target's generation config, with every id that ends a reply: the runtime reads no other file for them."""
+    ends = stop_ids(target, FolderTokenizer(target).whole.eos_token_id)
+    write_json(folder / GENERATION, read_generation_config(target) | {"eos_token_id": ends})
 
 
 def _copy(exported: Sequence[ExportedFile], export_folder: Path, folder: Path) -> dict[Path, int]:

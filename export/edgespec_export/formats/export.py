@@ -180,19 +180,22 @@ def _export_graphs(source: Path, file: ExportedFile, mixed: Any, head: Path | No
 def check_possible(target: Path, drafter: ModelShape | Path | None, options: ExportOptions) -> list[str]:
     """Whether two models can be had in every precision asked for: the exporters are asked, before anything is trained.
 
-    `drafter`: the folder it is in, or the shape of a Llama that is still to be made; None for a head, whose graph has no limits
-    of its own. Returns notes on what will be otherwise than asked for, such as the type of a matrix.
+    `drafter`: the folder it is in, or the shape of a Llama that is still to be made; None for a head, which has the target's
+    widths. Returns notes on what will be otherwise than asked for, such as the type of a matrix.
     Raises InputError naming what stands against it: family, RoPE, activation, windows, biases, tokenizer, head sizes, rows that
     are no whole blocks.
     """
     from edgespec_export.bits.choose import budget_of
     from edgespec_export.gguf.quantize import K_BLOCK, PRECISIONS
+    from edgespec_export.onnx import head_graph
 
     budget_of(options.bits, options.size, options.quality)
     shapes = {"the target": _check_folder(target, options)}
     if isinstance(drafter, Path):
         shapes["the drafter"] = _check_folder(drafter, options)
-    elif drafter is not None:
+    elif drafter is None:
+        head_graph.check_widths(shapes["the target"])
+    else:
         shapes["the drafter"] = drafter
         if options.onnx:
             check_shape(drafter, "the drafter")

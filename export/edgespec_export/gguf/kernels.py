@@ -55,7 +55,10 @@ def _errors(rows: Array, packed: Array, kind: Kind, importance: Array | None) ->
 def _by_llama_cpp(rows: Array, kind: Kind, importance: Array | None) -> Array:
     from edgespec_runtime.engines.llamacpp import load_library
 
-    library = load_library().llama_cpp._lib
+    package = load_library()
+    library = package.llama_cpp._lib
+    if not hasattr(library, "ggml_quantize_chunk"):  # Windows does not look in what a library has loaded
+        library = package._ctypes_extensions.load_shared_library("ggml-base", package.llama_cpp._base_path)
     function = library.ggml_quantize_chunk
     function.restype = ctypes.c_size_t
     pointer, number = ctypes.c_void_p, ctypes.c_int64

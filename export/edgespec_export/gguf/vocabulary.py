@@ -135,7 +135,10 @@ def _whole_vocabulary(model_folder: Path, config: dict[str, Any], vocab_size: in
             f"byte fallback: {leave_out('gguf')}"
         )
     _add_roles(vocabulary, model_folder, settings, config)
-    encoded = Tokenizer.from_file(str(path)).encode("a").ids
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    encoded = tokenizer.encode("a").ids
     vocabulary.add_bos = bool(encoded) and encoded[0] == vocabulary.special_ids.get("bos")
     vocabulary.add_eos = len(encoded) > 1 and encoded[-1] == vocabulary.special_ids.get("eos")
     return vocabulary
@@ -182,7 +185,7 @@ def _byte_level(spec: dict[str, Any], path: Path, vocab_size: int) -> Vocabulary
         raise InputError(
             f"{path}: the normalizer {sorted(normalizers)} has no counterpart in GGUF; leave GGUF out"
         )
-    tokens, types = _table(_entries(spec), path, vocab_size)
+    tokens, types = _table(_entries(spec, vocab_size), path, vocab_size)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
     return Vocabulary("gpt2", pre, tokens, types, merges=merges)
 
@@ -204,16 +207,19 @@ def _table(entries: Iterable[Entry], path: Path, vocab_size: int) -> tuple[list[
     return tokens, types
 
 
-def _entries(spec: Mapping[str, Any]) -> list[Entry]:
+def _entries(spec: Mapping[str, Any], vocab_size: int) -> list[Entry]:
     """The tokens of a tokenizer.json; an added one has the last word on its id."""
     normal = [(index, text, TokenType.NORMAL) for text, index in spec["model"]["vocab"].items()]
-    return normal + [_added(token["id"], token) for token in spec.get("added_tokens", ())]
+    return normal + _added({token["id"]: token for token in spec.get("added_tokens", ())}, vocab_size)
 
 
-def _added(index: int, token: Mapping[str, Any]) -> Entry:
-    """Special added tokens are control tokens; the others are found in any text."""
-    kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
-    return index, token["content"], kind
+def _added(tokens: Mapping[int, Mapping[str, Any]], vocab_size: int) -> list[Entry]:
+    """Special added tokens are control tokens; the others are found in any text. Those without a row are left out."""
+    return [
+        (index, token["content"], TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED)
+        for index, token in tokens.items()
+        if index < vocab_size
+    ]
 
 
 def _sentencepiece_model(model_file: Path, settings: Mapping[str, Any], vocab_size: int) -> Vocabulary:
@@ -221,8 +227,8 @@ def _sentencepiece_model(model_file: Path, settings: Mapping[str, Any], vocab_si
     model = _read_model(model_file)
     # its types have the numbers of GGUF's
     pieces = [(index, piece.piece, TokenType(piece.type)) for index, piece in enumerate(model.pieces)]
-    added = settings.get("added_tokens_decoder", {})
-    entries = [*pieces, *(_added(int(index), token) for index, token in added.items())]
+    added = {int(index): token for index, token in settings.get("added_tokens_decoder", {}).items()}
+    entries = [*pieces, *_added(added, vocab_size)]
     tokens, types = _table(entries, model_file, vocab_size)
     scores = [*(piece.score for piece in model.pieces), *[_ADDED_SCORE] * (vocab_size - len(pieces))]
     for index, _, kind in pieces:
@@ -273,7 +279,7 @@ def _sentencepiece_vocabulary(
 
 
 def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file: Path) -> Vocabulary:
-    tokens, types = _table(_entries(spec), path, vocab_size)
+    tokens, types = _table(_entries(spec, vocab_size), path, vocab_size)
     for index, text in enumerate(tokens):
         if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             types[index] = int(TokenType.BYTE)

@@ -25,9 +25,14 @@ from edgespec_export.verify.tokenizer_files import JsonTokenizer
 from edgespec_export.verify.tokenizers import closing_id
 
 _SPACE = "▁"  # SentencePiece's mark of a space
-_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_ALIASES = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "smaug-bpe": "llama-bpe",  # SmolLM3's files, and some of Llama 3
+    "deepseek-r1-qwen": "qwen2",
+}
 # llama.cpp takes a word that is a token whole, and begins a text with bos, for these unless the file says otherwise
-_WHOLE_WORDS = frozenset({"llama-bpe", "tekken"})
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 LONGEST = 1024  # characters of a token; the longest in use are runs of a hundred or two
 MOST_MERGED = 2**26  # characters of all merges; Gemma's 256,000 tokens have some millions
 _FOUND_IN_TEXT = frozenset({TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN})
@@ -183,8 +188,8 @@ def _spec(tables: Tables, model: Mapping[str, Any], *, bos: bool, **parts: Any) 
 
 
 def _byte_level(tables: Tables) -> dict[str, Any]:
-    pre = _ALIASES.get(tables.text("pre"), tables.text("pre"))
-    steps = next((steps for steps, name in PRE_TOKENIZERS.items() if name == pre), None)
+    pre = tables.text("pre")
+    steps = next((steps for steps, name in PRE_TOKENIZERS.items() if name == _ALIASES.get(pre, pre)), None)
     if steps is None:
         raise InputError(
             f"{tables.file} splits text with the pre-tokenizer {pre[:40]!r}; {', '.join(PRE_TOKENIZERS.values())} are known: "

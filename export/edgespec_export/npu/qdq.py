@@ -18,14 +18,14 @@ import hashlib
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edgespec_runtime.engines.static import SETTINGS, StaticEngine, StaticSettings, read_static_settings
+from edgespec_runtime.engines.static import SETTINGS, StaticEngine, read_static_settings
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_jsonl, whole_folder, write_json
@@ -87,17 +87,15 @@ def calibrate(folder: Path, rows: Sequence[Sequence[int]]) -> Calibration:
     through all graphs: prompt pieces first, then verification blocks and single steps in turns. No piece is padded:
     what padding computes is no value of the model. Raises InputError where no row is long enough for every graph.
     """
-    engine = StaticEngine(folder, threads=1)
+    ranges: Ranges = {}
+    engine = _Watched(folder, ranges)
     rows = list(_long_enough(rows, sum(engine.settings.blocks.values())))
-    observed = {name: _Observed(folder / f"{name}.onnx", engine.settings) for name in engine.settings.blocks}
     used, tokens = 0, 0
     try:
         with progress("calibrate", len(rows), "rows") as bar:
             for row in rows:
                 engine.rewind(0)
                 for piece in _pieces(list(row[: engine.context_length]), engine.settings.blocks):
-                    name, feeds = engine.feeds(piece)
-                    observed[name].run(feeds)
                     engine.forward(piece)
                 used, tokens = used + (engine.n_past > 0), tokens + engine.n_past
                 bar.update(1)
@@ -109,10 +107,6 @@ def calibrate(folder: Path, rows: Sequence[Sequence[int]]) -> Calibration:
             f"the text for the ranges is shorter than the {wanted} tokens that fill each graph once; "
             "give more of it, or to a build a shorter --export.npu-prefill"
         )
-    ranges: Ranges = {}
-    for graph in observed.values():
-        for name, seen in graph.ranges.items():
-            _widen(ranges, name, seen)
     for layer in range(engine.settings.layers):
         for kind, joined in (("key", "keys"), ("value", "values")):
             one = (f"past.{layer}.{kind}", f"new.{layer}.{kind}", f"layers.{layer}.self_attn.{joined}")
@@ -149,10 +143,20 @@ def _widen(ranges: Ranges, name: str, seen: tuple[float, float]) -> None:
     ranges[name] = min(low, seen[0]), max(high, seen[1])
 
 
-class _Observed:
-    """One graph with every float tensor as an output, and the ranges seen so far."""
+class _Watched(StaticEngine):
+    """Float graphs that widen `ranges` by what they compute, and no others beside them: each has weights of its own in memory."""
 
-    def __init__(self, path: Path, settings: StaticSettings) -> None:
+    def __init__(self, folder: Path, ranges: Ranges) -> None:
+        super().__init__(folder, threads=1)
+        for name in self.settings.blocks:
+            del self._programs[name]
+            self._programs[name] = _Observed(folder / f"{name}.onnx", self.settings.masked, ranges)
+
+
+class _Observed:
+    """One graph with every float tensor as an output; it widens `ranges` by all of them."""
+
+    def __init__(self, path: Path, masked: float, ranges: Ranges) -> None:
         import onnx
         import onnxruntime as ort
 
@@ -165,8 +169,7 @@ class _Observed:
         computed = {name for node in graph.node for name in node.output}
         graph.output.extend(value for value in floats if value.name in computed - known)
         self.names = [value.name for value in graph.output]
-        self.masked = settings.masked
-        self.ranges: Ranges = {}
+        self.masked, self.ranges = masked, ranges
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
@@ -177,17 +180,19 @@ class _Observed:
         finally:
             watched.unlink(missing_ok=True)
 
-    def run(self, feeds: dict[str, Array]) -> None:
+    def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         self._see("attention_mask", feeds["attention_mask"])
         for name, value in feeds.items():
             if name.startswith("past."):
                 self._see(name, value)
-        for name, value in zip(self.names, self.session.run(self.names, feeds), strict=True):
+        results = dict(zip(self.names, self.session.run(self.names, feeds), strict=True))
+        for name, value in results.items():
             if name.endswith(".scores.masked"):
                 seen = value[value > self.masked / 2]
                 self._see(name, np.array([seen.min() - FLOOR, seen.max()]))
             else:
                 self._see(name, value)
+        return results
 
     def _see(self, name: str, value: Array) -> None:
         _widen(self.ranges, name, (float(value.min()), float(value.max())))
@@ -217,6 +222,7 @@ def _quantised(path: Path, scratch: Path, precision: str, ranges: Ranges) -> Any
             activation_type=kind,
             weight_type=QuantType.QInt8,
             nodes_to_exclude=[node.name for node in graph.node if is_float(node.name)],
+            use_external_data_format=True,  # a graph's own file holds 2 GiB at most
             calibration_cache_path=cache,
             extra_options={
                 "WeightSymmetric": True,

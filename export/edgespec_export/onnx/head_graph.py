@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import whole_folder, write_json
+from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import BLOCK, HEAD_FILE, head_shape, head_weights, in_bytes, target_embedding
 from edgespec_export.onnx.folder import DATA, IN_GRAPH, written
-from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL
+from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL, HEAD_STEP
 
 OPSET, CONTRIB = 21, "com.microsoft"
 
@@ -57,6 +58,17 @@ def export_head(head_folder: Path, target_folder: Path, out_folder: Path, precis
         )
     write_head_graph(out_folder, shape, head_weights(head_folder), embedding, precision)
     return written(out_folder, "the table of token embeddings is the target's, one byte a value")
+
+
+def check_widths(target: ModelShape) -> None:
+    """Refuse a target whose widths the graph does not take: those of its head are the same. Raises InputError."""
+    rows = [("rows", length, BLOCK) for length in target.row_lengths]
+    for what, size, step in (("heads", target.head_dim, HEAD_STEP), *rows):
+        if size % step:
+            raise InputError(
+                f"the target has {what} of {size}, and so has a drafter that is a head, whose graph needs a multiple of {step}; "
+                "give drafter.kind model to a build"
+            )
 
 
 class _Graph:

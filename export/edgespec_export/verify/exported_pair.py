@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,32 +126,38 @@ def open_models(
     drafter: ExportedFile,
     parameters: Mapping[str, int],
     subset: Vocabulary | None,
-    opened: list[Engine],
+    opened: ExitStack,
     *,
     fast: bool = False,
 ) -> tuple[CachedEngine, CachedEngine]:
-    """Both files of a pair; `opened` gets each engine once it is open, for the caller to close. See `acceptance_by_cause`.
+    """Both files of a pair; `opened` closes each engine that is open. See `acceptance_by_cause`.
 
     `fast`: the target in its fast mode.
     """
-    opened.append(open_file(target, parameters["target"], None, features=drafter.is_head, fast=fast))
-    first = CachedEngine(opened[0])
+    whole = open_file(target, parameters["target"], None, features=drafter.is_head, fast=fast)
+    first = CachedEngine(opened.enter_context(closing(whole)))
+    second: Engine
     if drafter.is_head:
         assert subset is not None
-        opened.append(FeatureEngine(FeatureHead(drafter.path, first.engine.context_length), subset, first))
+        second = FeatureEngine(FeatureHead(drafter.path, first.engine.context_length), subset, first)
     else:
-        opened.append(open_file(drafter, parameters["drafter"], subset))
-    return first, CachedEngine(opened[1])
+        second = open_file(drafter, parameters["drafter"], subset)
+    return first, CachedEngine(opened.enter_context(closing(second)))
 
 
 def open_first_pair(
     folder: Path, target_folder: Path, drafter_folder: Path, options: ExportOptions
 ) -> tuple[CachedEngine, CachedEngine]:
-    """The first pair of an export whose drafter is a head, on its engine, in fast mode."""
+    """The first pair of an export whose drafter is a head, on its engine, in fast mode; for the caller to close."""
     files = exported_files(folder, options, own_file(target_folder), head=True)
     target, drafter = files[0], next(file for file in files if file.is_head)
     size = ModelShape.from_config(read_json(target_folder / "config.json")).parameters
-    return open_models(target, drafter, {"target": size}, vocabulary_of(drafter_folder), [], fast=True)
+    with ExitStack() as opened:
+        pair = open_models(
+            target, drafter, {"target": size}, vocabulary_of(drafter_folder), opened, fast=True
+        )
+        opened.pop_all()
+    return pair
 
 
 def open_file(
@@ -187,8 +194,7 @@ def acceptance_by_cause(
         for pair in pairs:
             engine, precision, cause, target, drafter = pair
             bar.set_postfix_str(f"{engine} {precision}: {cause}")
-            opened: list[Engine] = []
-            try:
+            with ExitStack() as opened:
                 files_of = at[engine, "target", target], at[engine, "drafter", drafter]
                 models = open_models(*files_of, parameters, subset, opened)
                 limit = min(model.engine.context_length for model in models)
@@ -198,9 +204,6 @@ def acceptance_by_cause(
                     texts[engine] = wrote
                 for temperature, each in done.items():
                     runs.append(PairRun(*pair, temperature, trials.draft_length, tuple(each)))
-            finally:
-                for model in opened:
-                    model.close()
             bar.update(1)
     return runs
 

@@ -198,15 +198,16 @@ def compare_engine(
     own: Sequence[Array] | None,
     answer: Callable[[CachedEngine], Answers | None] = lambda model: None,
 ) -> list[Array]:
-    """Run a file; the logits of every passage. `own`: what its weights should give, None where nobody knows.
+    """Run a file; the logits of every passage, as far as its context goes.
 
-    `answer`: what is measured on the target's replies.
+    `own`: what its weights should give, None where nobody knows. `answer`: what is measured on the target's replies.
     """
     engine = open_engine()
     try:
         model = CachedEngine(engine)
         # all ways of one passage before the next: what comes before its start is read once
-        ways = [_ways(model, passage) for passage in passages]
+        room = engine.context_length  # a file's may be shorter than its model's
+        ways = [_ways(model, Passage(tokens[:room], start)) for tokens, start in passages]
         check.answers = answer(model)
     finally:
         engine.close()
@@ -214,11 +215,12 @@ def compare_engine(
     singles = np.concatenate([way.singles for way in ways])
     blocks = np.concatenate([way.blocks for way in ways])
     if own is not None:
-        check.engine_relative = logit_distance(np.concatenate(whole), np.concatenate(own))
+        wanted = np.concatenate(_cut(own, [len(rows) for rows in whole]))
+        check.engine_relative = logit_distance(np.concatenate(whole), wanted)
     check.block_largest = float(np.abs(blocks - singles).max())
     check.block_relative = logit_distance(blocks, singles)
     check.block_flips = int((blocks.argmax(1) != singles.argmax(1)).sum())
-    firsts = np.concatenate([way.blocks[::BLOCK] for way in ways])
+    firsts = np.concatenate([way.firsts for way in ways])
     check.block_leak = logit_distance(np.concatenate([way.others for way in ways]), firsts)
     return whole
 
@@ -226,27 +228,30 @@ def compare_engine(
 class _Ways(NamedTuple):
     """Logits [n, V] of one passage.
 
-    whole: in passes as long as the engine takes. others: of the first token of every block, where other tokens follow it.
+    whole: in passes as long as the engine takes. firsts: of the first token of every block; others: where other tokens follow it.
     """
 
     whole: Array
     singles: Array
     blocks: Array
+    firsts: Array
     others: Array
 
 
 def _ways(model: CachedEngine, passage: Passage) -> _Ways:
-    whole, singles, blocks = (fed(model, passage, count) for count in (model.engine.block_length, 1, BLOCK))
-    return _Ways(whole, singles, blocks, _with_other_drafts(model, passage))
+    longest = model.engine.block_length
+    size = min(BLOCK, longest)  # static graphs may take fewer
+    whole, singles, blocks = (fed(model, passage, count) for count in (longest, 1, size))
+    return _Ways(whole, singles, blocks, blocks[::size], _with_other_drafts(model, passage, size))
 
 
-def _with_other_drafts(model: CachedEngine, passage: Passage) -> Array:
-    """Logits of the first token of every block, the others being tokens that will be rejected."""
+def _with_other_drafts(model: CachedEngine, passage: Passage, size: int) -> Array:
+    """Logits of the first token of every block of `size`, the others being tokens that will be rejected."""
     tokens = passage.tokens
     model.prefill(tokens[: passage.start])
     rows = []
-    for start in range(passage.start, len(tokens), BLOCK):
-        block = tokens[start : start + BLOCK]
+    for start in range(passage.start, len(tokens), size):
+        block = tokens[start : start + size]
         wrong = [tokens[(start + 7 * place) % len(tokens)] for place in range(1, len(block))]
         rows.append(np.array(model.forward([block[0], *wrong])[:1]))
         model.rewind(start)
@@ -257,12 +262,19 @@ def _with_other_drafts(model: CachedEngine, passage: Passage) -> Array:
 def measure(
     check: FileCheck, seen: Sequence[Array], wanted: Sequence[Array], passages: Sequence[Passage]
 ) -> None:
-    """Note how far the logits `seen` are from those of the model."""
-    found = distance(seen, wanted, [passage.compared for passage in passages])
+    """Note how far the logits `seen` are from those of the model, where both have some."""
+    lengths = [min(len(a), len(b)) for a, b in zip(seen, wanted, strict=True)]
+    texts = [passage.compared for passage in passages]
+    found = distance(_cut(seen, lengths), _cut(wanted, lengths), _cut(texts, lengths))
     check.largest, check.mean, check.top1, check.kl = found.largest, found.mean, found.top1, found.kl
     check.positions = found.positions
     if np.isfinite(found.reference_perplexity):
         check.perplexity, check.torch_perplexity = found.perplexity, found.reference_perplexity
+
+
+def _cut(parts: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
+    """The beginning of each part."""
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
 def logit_distance(a: Array, b: Array) -> float:

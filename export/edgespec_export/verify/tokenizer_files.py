@@ -89,12 +89,11 @@ class FolderTokenizer(JsonTokenizer):
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
         try:
-            self.whole: Any = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
+            self.whole: Any = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise InputError(f"the tokenizer in {folder} cannot be loaded: {str(error)[:300]}") from error
         self.whole.chat_template = read_chat_template(folder)

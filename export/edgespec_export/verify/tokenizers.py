@@ -22,7 +22,7 @@ from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_json
 from edgespec.core.table import table
 from edgespec.model_folder.chat_template import read_chat_template
-from edgespec.model_folder.config import read_generation_config
+from edgespec.model_folder.config import read_generation_config, stop_ids
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.vocabulary import ROLES, read_vocabulary
@@ -85,7 +85,9 @@ def check_folder(where: str, folder: Path, source: Source, reference: JsonTokeni
         return check
     _take(check, compare(reference, own, torture_set(reference.specials())))
     if source.whole:
-        wanted = stop_ids_of(source, reference)
+        assert isinstance(reference, FolderTokenizer)
+        listed = stop_ids(source.folder, reference.whole.eos_token_id)
+        wanted = {token for token in listed if own.special.id_to_token(token) is not None}
         if chat.stop_ids != wanted:
             check.broken.append(
                 f"ids that end a reply are {sorted(chat.stop_ids)} instead of {sorted(wanted)}"
@@ -96,15 +98,6 @@ def check_folder(where: str, folder: Path, source: Source, reference: JsonTokeni
         told = f"the template ends a turn with id {closing}, and {sorted(chat.stop_ids)} end a reply"
         (check.notes if source.whole and not check.broken else check.broken).append(told)
     return check
-
-
-def stop_ids_of(source: Source, reference: JsonTokenizer) -> frozenset[int]:
-    """Every eos id of the generation config, else the tokenizer's eos token: what ends a reply of the model."""
-    ids = read_generation_config(source.folder, source.config["vocab_size"]).get("eos_token_id")
-    if ids is None and isinstance(reference, FolderTokenizer):
-        ids = reference.whole.eos_token_id
-    found = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return frozenset(token for token in found if reference.special.id_to_token(token) is not None)
 
 
 def closing_id(chat: ChatTokenizer, tokenizer: JsonTokenizer) -> int | None:
@@ -125,10 +118,9 @@ def closing_id(chat: ChatTokenizer, tokenizer: JsonTokenizer) -> int | None:
     return next((token for token in tokenizer.encode(after, special=True) if token in special), None)
 
 
-def _compare_templates(check: TokenizerCheck, chat: ChatTokenizer, reference: JsonTokenizer) -> None:
+def _compare_templates(check: TokenizerCheck, chat: ChatTokenizer, reference: FolderTokenizer) -> None:
     from jinja2 import TemplateError
 
-    assert isinstance(reference, FolderTokenizer)
     for messages in PLAIN_CHATS:
         try:
             wanted = reference.whole.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -192,13 +184,15 @@ def _check_gguf(
     if not is_available():
         check.notes.append("not split: llama.cpp is not installed")
         return
+    rows = source.config["vocab_size"]  # a token without one is not in the file
+    texts = torture_set(text for text, index in reference.specials().items() if index < rows)
     beyond = reference.beyond_llama_cpp()
 
     def known(text: str, special: bool) -> bool:
         return any(shows(text, special) for shows in beyond.values())
 
     with GgufTokenizer.opened(file.path) as tokenizer:
-        _take(check, compare(reference, tokenizer, torture_set(reference.specials()), known))
+        _take(check, compare(reference, tokenizer, texts, known))
     if check.comparison and check.comparison.excused:
         check.notes.append(
             f"llama.cpp splits {len(check.comparison.excused)} texts otherwise, which no file can change: {'; '.join(beyond)}"

@@ -155,10 +155,12 @@ class ModelDrafter:
         self._dropped = 0  # tokens of the text, behind the window's first ones, that the cache leaves out
 
     def restart(self, ids: Sequence[int]) -> None:
-        pass  # the cache goes on from what both texts have in common
+        if not self.origins(ids):  # else the cache goes on from what both texts have in common
+            self._model.rewind(0)
 
     def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
-        return (FROM_MODEL,)
+        silent = self._window is None and len(ids) > self._capacity
+        return () if silent else (FROM_MODEL,)
 
     def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
         self._dropped = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def load_engine(
 
     `features`: llama.cpp gives hidden states too, for a drafter that is a head; an ONNX graph gives them if it was exported so.
 
-    Raises InputError where flash attention is asked of an engine without that choice.
+    Raises InputError for an unknown engine, or where flash attention is asked of one without that choice.
     """
     if engine == LLAMACPP:
         from edgespec_runtime.engines.llamacpp import LlamaCppEngine
@@ -144,6 +145,9 @@ def load_engine(
 
         backend = OPENVINO if engine == OPENVINO else ONNXRUNTIME
         return StaticEngine(path, threads=threads, backend=backend, context_length=context)
+    if engine != ONNXRUNTIME:
+        known = (ONNXRUNTIME, LLAMACPP, STATIC, OPENVINO)
+        raise InputError(f"no engine is called {engine!r}{did_you_mean(engine, known)}")
     from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 
     return across_border(OnnxRuntimeEngine(path, context_length=context, threads=threads, graph=graph))
@@ -242,7 +246,8 @@ def open_pair(
 def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True) -> Pair:
     """Load target, drafter (unless told not to) and tokenizer of a bundle whose files were checked.
 
-    Raises InputError for an engine or precision it does not have, MissingExtra where the engine's package is absent.
+    What was opened is closed where the rest cannot be. Raises InputError for an engine or precision it does not have,
+    MissingExtra where the engine's package is absent.
     """
     assert manifest.folder is not None
     engine, precision = _choose(manifest, options)
@@ -250,16 +255,17 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
     ratios = manifest.cost_ratios(engine, precision, fast=options.mode == FAST)
     for name in ("tokenizer", *(getattr(manifest, role).files[engine][precision] for role in ROLES)):
         manifest.check_folder(name)
-    threads = options.threads or default_threads()
+    threads, opened = options.threads or default_threads(), ExitStack()
 
     def load(role: str, vocabulary: Vocabulary | None = None) -> CachedEngine:
         own_threads = 1 if getattr(manifest, role).parameters < ONE_THREAD_BELOW[role] else threads
         model = load_model(manifest, role, engine, precision, options, own_threads)
+        opened.enter_context(closing(model))
         return CachedEngine(model if vocabulary is None else SubsetEngine(model, vocabulary))
 
     path = manifest.model_path("target", engine, precision)
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
-    with reading("load the models", size) as bar:  # the drafter is small beside it
+    with opened, reading("load the models", size) as bar:  # the drafter is small beside it
         target = load("target")
         bar.update(size / MIB)
         draft = None
@@ -269,10 +275,12 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
                 draft = _head(manifest, engine, precision, vocabulary, target)
             else:
                 draft = load("drafter", vocabulary)
+        tokenizer = ChatTokenizer(manifest.folder / "tokenizer")
+        opened.pop_all()  # the pair's from now on
     return Pair(
         target=target,
         draft=draft,
-        tokenizer=ChatTokenizer(manifest.folder / "tokenizer"),
+        tokenizer=tokenizer,
         manifest=manifest,
         engine=engine,
         precision=precision,

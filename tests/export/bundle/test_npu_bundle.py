@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from edgespec_export.answers.held_out import HeldOut
+from edgespec_export.answers.replies import Questions, Reply
 from edgespec_export.bundle.write import write_bundle
 from edgespec_export.formats.export import ExportedFile, export_pair
 from edgespec_export.npu.to_npu import export_npu
-from edgespec_export.verify.files import check_file
+from edgespec_export.verify.files import Standard, check_file
 from edgespec_export.verify.pair import Reference
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
@@ -70,6 +73,27 @@ def test_every_precision_holds_its_bounds(families: dict[str, Path], exported: P
             assert check.largest < 1e-4
         else:
             assert 1e-3 < check.weights_relative < 2e-2
+
+
+def test_a_file_is_compared_as_far_as_its_context_goes(
+    families: dict[str, Path], exported: Path, tmp_path: Path
+) -> None:
+    """It holds 64 tokens and takes two at once, its model 256: a text is cut, and a reply beyond it is left out."""
+    texts = [np.random.default_rng(seed).integers(4, 512, 90).tolist() for seed in range(2)]
+    prompts, path = [texts[0], texts[1][:20]], tmp_path / "static"
+    export_npu(families["llama"], path, replace(OPTIONS, npu_length=64, npu_prefill=2, npu_gamma=1))
+    written = [Reply(tuple(prompt), (5, 6, 7, 8, 9), 0.0) for prompt in prompts]
+    asked = Questions(prompts, ["long", "short"], frozenset({2}), str, written)
+    reference = Reference(families["llama"], prompts, asked)
+    alone = Standard(reference.shape, reference.parameters, None, prompts)
+    alone.held = HeldOut(asked, reference.shape)
+    for standard in (reference, alone):
+        check = check_file(ExportedFile("target", "static", "fp32", path), standard)
+        assert (check.broken, check.positions) == ([], 64 + 20)
+        assert check.answers is not None
+        assert [sample.question for sample in check.answers.samples] == ["short"]
+    whole = ExportedFile("target", "onnxruntime", "fp32", exported / "export" / "target" / "onnx-fp32")
+    assert [check_file(whole, standard).positions for standard in (reference, alone)] == [110, 84]
 
 
 @pytest.mark.parametrize("damage", ["gate and up swapped", "RoPE base doubled", "epsilon"])

@@ -16,9 +16,10 @@ from edgespec_export.bundle.default_choice import Choice
 from edgespec_export.bundle.write import check_same_tokenizer, write_bundle
 from edgespec_export.formats.export import ExportedFile, export_pair, streamed_bytes
 from edgespec_export.verify.readback import gguf_field
-from edgespec_recipes.models.loading import load_model, save_model
+from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model, stop_ids_of
 from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from edgespec_runtime.text.tokenizer import ChatTokenizer
 from gguf import GGUFReader
 from tiny_models import make_model_folder
 
@@ -278,14 +279,24 @@ def test_a_bundle_has_the_default_template_and_known_ids(made: dict[str, Path], 
     write_json(target / "tokenizer_config.json", settings)
     generation = read_json(target / "generation_config.json")
     write_json(
-        target / "generation_config.json", generation | {"pad_token_id": 9999, "eos_token_id": [2, 9999]}
+        target / "generation_config.json", generation | {"pad_token_id": 9999, "eos_token_id": [0, 9999]}
     )
     write(tmp_path / "bundle", made, target=target)
     tokenizer = tmp_path / "bundle" / "tokenizer"
     assert (tokenizer / "chat_template.jinja").read_text() == template
     assert read_json(tokenizer / "tokenizer_config.json")["chat_template"] == template
     written = read_json(tokenizer / "generation_config.json")
-    assert (written["pad_token_id"], written["eos_token_id"]) == (None, [2])
+    assert (written["pad_token_id"], written["eos_token_id"]) == (None, [0, 2])  # 2 is the tokenizer's
+
+
+def test_chat_stops_where_training_did(made: dict[str, Path], tmp_path: Path) -> None:
+    """Also for a target that names its ends in config.json alone."""
+    target = Path(shutil.copytree(made["target"], tmp_path / "target"))
+    (target / "generation_config.json").unlink()
+    write_json(target / "config.json", read_json(target / "config.json") | {"eos_token_id": [0, 2, 3]})
+    write(tmp_path / "bundle", made, target=target)
+    trained = stop_ids_of(target, load_tokenizer(target))
+    assert ChatTokenizer(tmp_path / "bundle" / "tokenizer").stop_ids == {*trained} == {0, 2, 3}
 
 
 def test_c_is_that_of_the_graph_that_runs(

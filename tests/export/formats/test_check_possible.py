@@ -51,8 +51,8 @@ def test_what_can_be_had_is_let_through(families: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"model_type": "gemma3"}, GGUF, "GGUF export knows .*save the text model alone"),
-        ({"model_type": "gemma3"}, ONNX, "ONNX export knows .*save the text model alone"),
+        ({"model_type": "gemma3"}, GGUF, "'gemma3' model; GGUF export knows "),
+        ({"model_type": "gemma3"}, ONNX, "'gemma3' model; ONNX export knows "),
         (
             {"hidden_act": "gelu"},
             GGUF,
@@ -99,6 +99,22 @@ def test_the_drafter_counts_too(families: dict[str, Path]) -> None:
     narrow = ModelShape(64, 2, 8, 2, 8, 160, 512, tied=True, context_length=256)
     with pytest.raises(InputError, match="the drafter has heads of 8"):
         check_possible(families["llama"], narrow, ONNX)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 24}, "heads of 24.* a multiple of 16; give drafter.kind model"),
+        ({"intermediate_size": 172}, "rows of 172.* a multiple of 32; give drafter.kind model"),
+    ],
+)
+def test_a_head_has_the_targets_widths_whatever_is_written(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = changed(make_model_folder(tmp_path / "model"), **change)
+    assert check_possible(folder, DRAFTER, GGUF) == []
+    with pytest.raises(InputError, match=message):
+        check_possible(folder, None, GGUF)
 
 
 def test_what_the_file_of_a_gguf_target_changes(families: dict[str, Path], tmp_path: Path) -> None:

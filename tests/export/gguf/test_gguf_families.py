@@ -140,7 +140,7 @@ def test_hyperparameters_of_gemma(tmp_path: Path) -> None:
     ("family", "change", "message"),
     [
         ("llama", {"model_type": "gemma"}, "'gemma' model; GGUF export knows llama, mistral, .*phi3"),
-        ("llama", {"model_type": "gemma3"}, "save the text model alone"),
+        ("llama", {"model_type": "gemma3"}, "'gemma3' model; GGUF export knows llama, mistral, .*phi3"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu', and llama.cpp's 'llama' needs 'silu'"),
         ("llama", {"rope_parameters": {**YARN, "rope_type": "ntk"}}, "'ntk' has no .*default, linear"),
         ("gemma2", {"rope_parameters": YARN}, "'yarn' has no counterpart in llama.cpp's 'gemma2'"),

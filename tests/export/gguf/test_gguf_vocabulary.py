@@ -162,6 +162,28 @@ def test_added_tokens(tmp_path: Path) -> None:
         assert 1 not in split("<|im_start|>")
 
 
+def test_an_added_token_without_a_row_is_left_out(shared: Path, tmp_path: Path) -> None:
+    """As Gemma 3's token for pictures is, beside its 262,144 rows."""
+    tokenizer = byte_level_tokenizer(512)
+    tokenizer.add_special_tokens(["<image>"])
+    save_tokenizer(tmp_path, tokenizer)
+    added = {"32000": {"content": "<image>", "special": True}}
+    pieces = sentencepiece_folder(shared, tmp_path / "model", {**LLAMA2, "added_tokens_decoder": added})
+    for folder, rows in ((tmp_path, 512), (pieces, 32000)):
+        vocabulary = read_vocabulary(folder, {"vocab_size": rows})
+        assert len(vocabulary.tokens) == rows
+        assert "<image>" not in vocabulary.tokens
+    with pytest.raises(InputError, match="token id 511, but the model's vocabulary ends at 510"):
+        read_vocabulary(tmp_path, {"vocab_size": 511})
+
+
+def test_padding_of_a_file_is_no_end_of_a_text(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer(512)
+    tokenizer.enable_padding(length=8, pad_id=2, pad_token="<|im_end|>")
+    save_plain(tokenizer, tmp_path, {"eos_token": "<|im_end|>"})
+    assert not read_vocabulary(tmp_path, {"vocab_size": 512}).add_eos
+
+
 @pytest.mark.llamacpp
 def test_marked_spaces_of_added_tokens_become_spaces(shared: Path, tmp_path: Path) -> None:
     """Gemma's runs of spaces are added tokens: llama.cpp looks for them in the raw text."""

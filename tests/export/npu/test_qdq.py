@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+from edgespec_export.npu import qdq
 from edgespec_export.npu.qdq import BITS, FLOOR, Calibration, calibrate, export_qdq, written_rows
 from edgespec_export.npu.to_npu import export_npu, export_static
 from edgespec_export.verify.readback import static_weights
@@ -15,6 +19,7 @@ from edgespec_runtime.engines.static import StaticEngine, read_static_settings
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_jsonl
+from edgespec.planning.devices_fit import STATIC_GRAPHS
 from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO
 from edgespec.recipe.schema import ExportOptions
 
@@ -157,6 +162,35 @@ def test_ranges_hold_what_was_read_and_no_masked_score(calibration: dict[str, Ca
             assert len({seen.ranges[name] for name in names}) == 1
     assert seen.ranges["attention_mask"] == (-1e4, 0.0)
     assert all(math.isfinite(bound) for pair in seen.ranges.values() for bound in pair)
+
+
+def test_no_graphs_but_the_watched_ones_are_in_memory(
+    floats: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the plan counts."""
+    live, most = WeakSet[Any](), 0
+
+    class Counted(onnxruntime.InferenceSession):  # type: ignore[misc]
+        def __init__(self, *given: Any, **how: Any) -> None:
+            nonlocal most
+            super().__init__(*given, **how)
+            live.add(self)
+            most = max(most, len(live))
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Counted)
+    calibrate(floats["qwen2"], ROWS[:1])
+    assert most == STATIC_GRAPHS
+
+
+def test_rounded_weights_are_beside_their_graph(
+    floats: dict[str, Path], calibration: dict[str, Calibration], tmp_path: Path
+) -> None:
+    """A graph's own file holds 2 GiB at most."""
+    whole = qdq._quantised(floats["qwen3"] / "step.onnx", tmp_path, "qdq8", calibration["qwen3"].ranges)
+    beside = onnx.load(tmp_path / "step.onnx", load_external_data=False).graph.initializer
+    assert max(len(tensor.raw_data) for tensor in beside) < 1024
+    held = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in whole.graph.initializer}
+    assert held["embed_tokens"].shape == (512, 64)
 
 
 def test_short_rows_are_read_as_one_and_too_little_text_is_refused(floats: dict[str, Path]) -> None:

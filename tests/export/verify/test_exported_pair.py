@@ -25,6 +25,7 @@ from edgespec_export.verify.exported_pair import (
     as_json,
     from_json,
     open_file,
+    open_first_pair,
     overlaps,
     pairs_of,
 )
@@ -32,10 +33,13 @@ from edgespec_export.verify.exported_pair_report import about, acceptance_table,
 from edgespec_export.verify.file_check import fast_opener
 from edgespec_export.verify.files import Standard, check_file
 from edgespec_runtime.engines.cached_engine import CachedEngine
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
+from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, write_vocabulary
 from edgespec_runtime.rules.sampling import Warp
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder
 
+from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import ExportOptions
@@ -202,6 +206,20 @@ def test_prompts_that_take_too_long_are_left_out_for_all(files: list[ExportedFil
     trials = Trials(PROMPTS, frozenset({2}), max_new_tokens=4, temperatures=(0.0,), seconds=0.0)
     found = acceptance_by_cause(files, PARAMETERS, None, trials)
     assert [len(run.trials) for run in found] == [3] * 4
+
+
+def test_a_pair_that_does_not_open_leaves_nothing_open(
+    files: list[ExportedFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target is, before its head is found to be absent."""
+    root, close, closed = files[0].path.parents[2], OnnxRuntimeEngine.close, list[str]()
+    write_vocabulary(tmp_path / VOCABULARY, Vocabulary(512, np.arange(99)))
+    monkeypatch.setattr(
+        OnnxRuntimeEngine, "close", lambda engine: (closed.append(engine.name), close(engine))
+    )
+    with pytest.raises(BundleError):
+        open_first_pair(root / "export", root / "target", tmp_path, ExportOptions(onnx=("fp32",), gguf=()))
+    assert closed == ["onnxruntime onnx-fp32"]
 
 
 def test_nothing_to_run(files: list[ExportedFile], monkeypatch: pytest.MonkeyPatch) -> None:

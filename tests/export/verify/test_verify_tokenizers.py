@@ -46,12 +46,12 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with a SentencePiece-like tokenizer of fewer tokens than it has rows."""
+    """The same model with a SentencePiece-like tokenizer of fewer tokens than it has rows, and a class that splits otherwise."""
     root = tmp_path_factory.mktemp("pieces")
     model = make_model_folder(root / "model", **ONE)
     sentencepiece_like("normalizer").save(str(model / "tokenizer.json"))
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+    settings = {"tokenizer_class": "LlamaTokenizer", **tokens}
     write_json(model / "tokenizer_config.json", settings)
     (model / "chat_template.jinja").write_text(LLAMA_2)
     ids = {"bos_token_id": 1, "eos_token_id": 2}
@@ -201,6 +201,19 @@ def test_each_damage_is_named(root: Path, tmp_path: Path, name: str) -> None:
     only_row(check(root, folder), where, words)
 
 
+@pytest.mark.llamacpp
+def test_an_added_token_without_a_row_is_in_no_gguf(byte_level: Path, tmp_path: Path) -> None:
+    shutil.copytree(byte_level, tmp_path / "copy")
+
+    def add(value: dict[str, Any]) -> None:
+        value["added_tokens"].append({**value["added_tokens"][0], "id": 512, "content": "<image>"})
+
+    for name in ("model", "export/tokenizer", "export/onnx-fp32"):
+        change_json("tokenizer.json", add)(tmp_path / "copy" / name)
+    checks = check(tmp_path / "copy", tmp_path / "copy" / "export")
+    assert [one.broken for one in checks] == [[], [], []]
+
+
 @pytest.mark.parametrize("place", ["onnx-fp32", "tokenizer"])
 def test_changed_merges_of_a_tokenizer_json(byte_level: Path, tmp_path: Path, place: str) -> None:
     folder = copied(byte_level, tmp_path / "export")
@@ -250,8 +263,13 @@ def test_without_the_model_the_places_are_held_against_each_other(byte_level: Pa
 def test_a_model_whose_stop_ids_do_not_close_its_turns_is_told(byte_level: Path, tmp_path: Path) -> None:
     """The export is true to the model there, so no bound is broken."""
     shutil.copytree(byte_level, tmp_path / "copy")
-    for name in ("model", "export/tokenizer"):
-        change_json("generation_config.json", add_one("eos_token_id"))(tmp_path / "copy" / name)
+    folders = [tmp_path / "copy" / name for name in ("model", "export/tokenizer")]
+    for folder in folders:
+        change_json("generation_config.json", add_one("eos_token_id"))(folder)
+    told, _ = check(tmp_path / "copy", tmp_path / "copy" / "export")[0].broken
+    assert told == "ids that end a reply are [3] instead of [2, 3]"  # the tokenizer's end token counts too
+    for folder in folders:
+        change_json("tokenizer_config.json", lambda settings: settings.update(eos_token="<|pad|>"))(folder)
     first = check(tmp_path / "copy", tmp_path / "copy" / "export")[0]
     assert first.broken == []
     assert first.notes == ["the template ends a turn with id 2, and [3] end a reply"]

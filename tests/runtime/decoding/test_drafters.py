@@ -23,7 +23,7 @@ from edgespec_runtime.decoding.lookup import NgramIndex
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, DecodingOptions, plain
 from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY
-from edgespec_runtime.engines.cached_engine import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine, Window
 from edgespec_runtime.rules.acceptance import Draft, Rule
 from edgespec_runtime.rules.sampling import Uniforms, Warp
 from edgespec_runtime.rules.table import rule_of
@@ -288,6 +288,19 @@ def test_origins_say_who_can_draft_and_a_block_is_of_one_of_them() -> None:
     assert drafter.origins([9, 1, 2, 3, 1, 2, 3, 1, 5]) == (FROM_MODEL,)
     computed = propose(drafter, [9, 1, 2, 3, 1, 2, 3], 2, *how, FROM_MODEL)  # type: ignore[arg-type]
     assert (computed.tokens, computed.copied) == ([4, 5], 0)
+
+
+def test_a_model_behind_its_context_cannot_draft() -> None:
+    """A copy can; and where the context shifts, the model can too."""
+    model = CachedEngine(ToyEngine(successor_model(V, lambda token: token + 1), V, context_length=4))
+    stops, shifts = ModelDrafter(model), ModelDrafter(model, window=Window(4, 1))
+    for text, stopped in (([1, 2, 3, 1], (FROM_MODEL,)), ([1, 2, 3, 1, 2], ())):
+        assert stops.origins(text) == stopped
+        assert bool(stops.begin(text)) is bool(stopped)
+        assert shifts.origins(text) == (FROM_MODEL,)
+    both = HybridDrafter(LookupDrafter(3), stops)
+    both.restart([1, 2, 3, 1, 2])
+    assert both.origins([1, 2, 3, 1, 2]) == (SHORT_COPY,)
 
 
 def test_under_a_rule_that_changes_the_law_the_text_alone_decides_who_answers() -> None:

@@ -11,6 +11,7 @@ import random
 import shutil
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from altered_bundle import HELLO, LLAMACPP, ONNX, OPTIONS, change, change_manifest, refused, secret
@@ -18,9 +19,9 @@ from edgespec_runtime.pair.bundle import open_pair
 
 from edgespec.cli import main
 from edgespec.core import manifest as manifests
-from edgespec.core.errors import BundleError
+from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json
-from edgespec.core.manifest import check_file, open_manifest
+from edgespec.core.manifest import ROLES, check_file, open_manifest
 
 
 @pytest.fixture
@@ -196,6 +197,19 @@ def test_unknown_fields_are_left_alone(copy: Path) -> None:
     """A later edgespec may add some."""
     change_manifest(copy, lambda value: value.update(novel={"a": [1]}) or value["target"].update(novel=None))
     open_pair(copy, OPTIONS).close()
+
+
+def test_an_engine_that_nobody_knows_runs_on_no_other(copy: Path) -> None:
+    def rename(value: dict[str, Any]) -> None:
+        for role in ROLES:
+            value[role]["files"] = {"tvm": value[role]["files"]["onnxruntime"]}
+            value[role].pop("fast", None)
+        value["default"]["engine"] = "tvm"
+        value["cost_ratio"]["bytes"]["tvm/fp32"] = 0.1
+
+    change_manifest(copy, rename)
+    with pytest.raises(InputError, match=r"no engine is called 'tvm'; known: llama.cpp, onnxruntime"):
+        open_pair(copy, OPTIONS)
 
 
 def test_too_many_files_models_and_wrong_ratios(copy: Path) -> None:
