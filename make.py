@@ -102,10 +102,18 @@ def wanted(constraints: str) -> str:
     ).hexdigest()
 
 
+def works(venv: Path) -> bool:
+    """Whether its pip runs: not where venv was cut short, the Python it was made of is gone or the checkout has moved."""
+    try:
+        return subprocess.run([venv / SCRIPTS / "pip", "--version"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
 def is_set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") -> bool:
-    """Whether the extra was installed from these very files."""
+    """Whether the extra was installed from these very files, and the environment works."""
     stamp = stamp_of(extra, venv)
-    return stamp.exists() and stamp.read_text() == wanted(constraints)
+    return stamp.exists() and stamp.read_text() == wanted(constraints) and works(venv)
 
 
 def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") -> None:
@@ -113,14 +121,14 @@ def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") 
     if sys.version_info < (3, 11):  # noqa: UP036 (this file is what an older Python meets first)
         sys.exit(f"edgespec needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     start = time.monotonic()
-    if not any((venv / SCRIPTS / name).exists() for name in ("pip", "pip.exe")):  # what is made last
+    if is_set_up(extra, venv, constraints):
+        return
+    if not works(venv):
         print(f"making {venv.name}", flush=True)
-        if subprocess.run([sys.executable, "-m", "venv", str(venv)]).returncode:
+        if subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)]).returncode:
             sys.exit(
                 f"could not make {venv.name}; on Debian and Ubuntu install the package python3-venv first"
             )
-    if is_set_up(extra, venv, constraints):
-        return
     print(
         f"installing the pinned packages for '{extra}' (about 2 minutes; 'test' compiles llama.cpp: 3-12 more)",
         flush=True,

@@ -28,7 +28,7 @@ from edgespec.core.errors import (
 )
 from edgespec.core.no_room import place_of, write_error
 from edgespec.core.options import add_flags, given, usage
-from edgespec.core.texts import forgive_streams
+from edgespec.core.texts import forgive_streams, harmless
 from edgespec.verbs.renamed import refuse as refuse_old_name
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ class _Help(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are edgespec's one-line errors."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return super().parse_known_args(None if args is None else self._with_values(args), namespace)
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_intermixed_args(None if args is None else self._with_values(args), namespace)
 
     def _with_values(self, words: Sequence[str]) -> list[str]:
         """Words in which a flag that may stand alone has its value beside it, so that it takes no argument for one."""
@@ -228,10 +228,18 @@ def _run(arguments: list[str]) -> int:
         try:
             code: int = module.run(_with_bundle(chosen.values))
         except InputError as error:
-            if where := chosen.origins_named_in(str(error)):
+            if where := chosen.origins_named_in(str(error)) + _of_home(error):
                 raise type(error)(f"{error}{where}") from error
             raise
     return code
+
+
+def _of_home(error: InputError) -> str:
+    """What moves the cache folder, for a message that a file in it cannot be written."""
+    from edgespec.shell.environment import HOME, cache_folder
+
+    in_it = isinstance(error, OneProcessError) and str(cache_folder()) in str(error)
+    return f" ({HOME} can name another place)" if in_it and HOME not in str(error) else ""
 
 
 def _with_bundle(options: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +256,7 @@ def _defect() -> int:
     """The error that is being handled is edgespec's own: all of it is printed."""
     import traceback
 
-    traceback.print_exc()
+    print(harmless(traceback.format_exc()), end="", file=sys.stderr)
     print(f"edgespec: this is an error of edgespec {__version__} itself; please report it", file=sys.stderr)
     return DEFECT
 
@@ -261,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     except EdgespecError as error:
         met_by_all = isinstance(error, InputError) and not isinstance(error, OneProcessError)
         if not (met_by_all and os.environ.get("RANK", "0") != "0"):
-            print(f"edgespec: {error}", file=sys.stderr)
+            print(f"edgespec: {harmless(str(error))}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -279,7 +287,11 @@ def main(argv: list[str] | None = None) -> int:
         return DONE
     except Exception as error:
         message = write_error(place_of(error, os.getcwd()), error)
+        if str(error).startswith("Could not determine home directory"):  # pathlib's, also of '~name'
+            message = InputError(
+                "a home directory is not known here: write paths without '~', and set EDGESPEC_HOME and EDGESPEC_CONFIG"
+            )
         if message is None:
             return _defect()
-        print(f"edgespec: {message}", file=sys.stderr)
+        print(f"edgespec: {harmless(str(message))}", file=sys.stderr)
         return message.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import re
@@ -26,12 +27,14 @@ from edgespec.core.errors import (
     NoRoom,
     did_you_mean,
 )
+from edgespec.core.folder_lock import held
 from edgespec.core.options import from_mapping, given, to_mapping
 from edgespec.planning.hardware import CARDS
 from edgespec.recipe.devices import ENGINES, profiles
 from edgespec.recipe.precisions import PRECISIONS
 from edgespec.recipe.schema import DIVERGENCES, Recipe
 from edgespec.recipe.shipped import shipped_recipes
+from edgespec.shell.environment import cache_folder
 from edgespec.verbs.build import RECIPE_FILE
 
 
@@ -58,6 +61,41 @@ def test_unknown_verb_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'bench'" in refused(capsys, "bnch")
     assert "did you mean '--json'" in refused(capsys, "targets", "--jsn")
     assert "did you mean '--rehearsal.out'?" in refused(capsys, "plan", "--rehearse", "--out", "x")
+
+
+def test_a_value_stands_beside_its_flag_before_argparse_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12.8 and 3.13.1 changed the methods that a parser calls of itself."""
+    seen: list[str] = []
+
+    def parse(_: object, words: list[str], namespace: object) -> tuple[argparse.Namespace, list[str]]:
+        seen.extend(words)
+        return argparse.Namespace(), []
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_intermixed_args", parse)
+    parser_of("targets")[1].parse_intermixed_args(["--json", "list"])
+    assert seen == ["--json=-", "list"]
+
+
+def test_an_unknown_home_is_one_line_with_the_cure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "write paths without '~', and set EDGESPEC_HOME" in refused(capsys, "report", "~nosuchuser/x")
+
+
+def test_what_cannot_be_written_in_the_cache_folder_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from edgespec.verbs import targets
+
+    def run(_: object) -> int:
+        with held(folder, "a command"):
+            return 0
+
+    monkeypatch.setattr(targets, "run", run)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "file"))
+    folder = cache_folder() / "ready"
+    assert "(EDGESPEC_HOME can name another place)" in refused(capsys, "targets")
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "elsewhere"))
+    assert "EDGESPEC_HOME" not in refused(capsys, "targets")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +282,13 @@ def raising(error: BaseException) -> Callable[[object], int]:
         (CheckFailed("2 bounds are broken"), 1, "edgespec: 2 bounds are broken\n"),
         (ModuleNotFoundError("no torch", name="torch"), 2, "pip install 'edgespec[train]'\n"),
         (OSError(errno.ENOSPC, "full", "there"), 2, "no space left on the disk"),
+        (
+            InputError("it says '\x1b]0;owned\x07'\nand \x9b2J"),
+            2,
+            "edgespec: it says '\ufffd]0;owned\ufffd'\nand \ufffd2J\n",
+        ),
+        (OSError(errno.ENOSPC, "full", "a\x1b[2J"), 2, "cannot write a\ufffd[2J: no space left"),
+        (ZeroDivisionError("a \x1b[2J"), 70, "ZeroDivisionError: a \ufffd[2J\n"),
         (KeyboardInterrupt(), 130, "edgespec: interrupted\n"),
         (ZeroDivisionError("a bug"), 70, "please report it\n"),
     ],
@@ -262,6 +307,7 @@ def test_exit_codes(
     assert main(["targets"]) == code
     said = capsys.readouterr().err
     assert words in said
+    assert not re.search(r"[\x1b\x07\x9b]", said)
     assert ("Traceback" in said) == (code == 70)
     assert code in EXIT_CODES
     page = (REPOSITORY / "docs" / "shell.md").read_text(encoding="utf-8")

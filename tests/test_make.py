@@ -58,6 +58,33 @@ def test_what_a_command_reads_can_be_given(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().out.endswith("cba\n")
 
 
+def write_program(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o755)
+    return file
+
+
+def test_an_environment_without_its_python_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Python that was replaced, or a checkout that was moved, leaves programs that do not start beside a good stamp."""
+    venv, said = tmp_path / ".venv", tmp_path / "said"
+    pip = write_program(venv / make.SCRIPTS / "pip", "#!/bin/sh\n")
+    make.stamp_of("all", venv).write_text(make.wanted("constraints.txt"))
+    assert make.is_set_up("all", venv)
+    monkeypatch.setattr(make, "install_torch", lambda *_: 0)
+    monkeypatch.setattr(make, "pip", lambda *_: 0)
+    python = write_program(tmp_path / "python", f'#!/bin/sh\necho "$@" >> {said}\n')
+    monkeypatch.setattr(sys, "executable", str(python))
+    make.set_up("all", venv)
+    assert not said.exists()
+    pip.write_text(f"#!{tmp_path}/gone/bin/python\n")
+    assert not make.is_set_up("all", venv)
+    make.set_up("all", venv)
+    assert said.read_text() == f"-m venv --clear {venv}\n"
+
+
 def test_replies_that_are_the_same_are_counted_over_all_draft_lengths() -> None:
     """Each draft length changed other replies than the others did."""
     fixed = [{"draft_length": length, "identical": 11, "acceptance_rate": 0.5} for length in (1, 2)]

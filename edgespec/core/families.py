@@ -221,10 +221,7 @@ def family_for(fact: str, reader: str, config: Mapping[str, Any], where: Path | 
     """
     family = family_named(str(config.get("model_type", "")))
     if not getattr(family, fact):
-        hint = ""
-        if family.model_type == "gemma3":
-            hint = "; of a Gemma 3 with pictures, save the text model alone (Gemma3ForCausalLM)"
         raise InputError(
-            f"{where} is a {family.model_type!r} model; {reader} knows {', '.join(having(fact))}{hint}"
+            f"{where} is a {family.model_type!r} model; {reader} knows {', '.join(having(fact))}"
         )
     return family

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import platform
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ def _taken(file: Path) -> int | None:
     while True:
         with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = _opened(file)
         try:
             _lock(lock)
             if os.path.samestat(os.fstat(lock), os.stat(file)):
@@ -90,6 +91,20 @@ def _taken(file: Path) -> int | None:
             os.close(lock)
             return None
         os.close(lock)  # its holder deleted it in between: the next one makes another
+
+
+def _opened(file: Path) -> int:
+    """The lock file, open. Raises InputError for a link or what is no file: who made the folder would choose what is emptied."""
+    try:
+        lock = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(lock).st_mode):
+            return lock
+        os.close(lock)
+    raise InputError(f"{file} is a link or no regular file; remove it")
 
 
 def _lock(file: int) -> None:

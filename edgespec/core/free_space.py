@@ -1,36 +1,64 @@
-"""What is free on this machine: memory, within a container's limit, and disk. Questions to the system, nothing else."""
+"""What this machine has to give: memory and processors, within a container's limits, and disk. Asks the system, nothing else."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-CGROUPS = (  # the limit of a container, and what it has taken: version 2, then version 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-    ),
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+MEMORY = (  # a group's limit, and what it has taken: version 2, then version 1
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 
 
 def free_memory() -> int | None:
     """Bytes that programs may still take without swapping, within a container's limit; None where the system does not say."""
     free = _machine_memory()
-    for limit, used, stat in CGROUPS:
-        bound, taken = _number(limit), _number(used)
-        if bound is not None and taken is not None and bound < 2**60:
-            # files in a container's memory, which the kernel gives back when programs ask
-            files = _number(stat, "inactive_file", "total_inactive_file") or 0
-            room = max(0, bound - taken + files)
-            free = room if free is None else min(free, room)
+    for group in _cgroups("memory"):
+        for limit, used in MEMORY:
+            bound, taken = _number(group / limit), _number(group / used)
+            if bound is not None and taken is not None and bound < 2**60:
+                # files in a group's memory, which the kernel gives back when programs ask; only version 1 has the total's name
+                totals = (_number(group / "memory.stat", f"{kind}inactive_file") for kind in ("total_", ""))
+                room = max(0, bound - taken + next(filter(None, totals), 0))
+                free = room if free is None else min(free, room)
     return free
 
 
+def processor_limit() -> float | None:
+    """How many processors' time a container's limit grants, such as 1.5; None without a limit."""
+    granted = []
+    for group in _cgroups("cpu"):
+        both, quota, period = group / "cpu.max", group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"
+        for most, each in ((_number(both), _number(both, place=1)), (_number(quota), _number(period))):
+            if most and each and most > 0:
+                granted.append(most / each)
+    return min(granted, default=None)
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """The control groups of this process and all above them: those of version 2, then a controller's of version 1.
+
+    A container may see its own group as the root. Then what its path names is not there.
+    """
+    try:
+        text = OWN_CGROUPS.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    lines = [line.split(":", 2) for line in text.splitlines()]
+    groups = []
+    for root, wanted in ((CGROUPS, ""), (CGROUPS / controller, controller)):
+        named = [path for _, names, path in lines if wanted in names.split(",")]
+        own = PurePosixPath(*named[:1])
+        groups += [root / path.as_posix().lstrip("/") for path in (own, *own.parents)]
+    return groups
+
+
 def _machine_memory() -> int | None:
-    available = _number("/proc/meminfo", "MemAvailable:")
+    available = _number(Path("/proc/meminfo"), "MemAvailable:")
     if available is not None:
         return available * 1024
     try:  # macOS and the BSDs: all of it, since what is free is not told
@@ -39,13 +67,12 @@ def _machine_memory() -> int | None:
         return None
 
 
-def _number(file: str, *names: str) -> int | None:
-    """The number behind one of `names` in a file of the system, or the file's only one; None where there is none."""
+def _number(file: Path, name: str = "", place: int = 0) -> int | None:
+    """The number behind `name` in a file of the system, or the word at a place; None where there is none."""
     try:
-        words = Path(file).read_text(encoding="ascii").split()
-        place = next(i for i, word in enumerate(words, 1) if word in names) if names else 0
-        return int(words[place])
-    except (OSError, ValueError, IndexError, StopIteration):  # also 'max'
+        words = file.read_text(encoding="ascii").split()
+        return int(words[words.index(name) + 1 if name else place])
+    except (OSError, ValueError, IndexError):  # also 'max'
         return None
 
 

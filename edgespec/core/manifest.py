@@ -22,6 +22,7 @@ is checked by those who read them.
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -45,6 +46,8 @@ DEVICE_LIMITS = {"draft_length": 62, "max_draft_length": 15, "context": 2**24}  
 ROLES = ("target", "drafter")
 MODEL, HEAD = "model", "head"  # kinds of drafters
 AGAIN = "fetch or build the bundle again"
+_KEY = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,64}")  # an engine or a precision: becomes part of a file's name
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal would obey them
 
 
 @dataclass(frozen=True)
@@ -202,8 +205,7 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
     Sizes of all listed files are always checked, their sha256 unless `hashes` is False. Raises BundleError naming the file, what
     was seen, what was wanted and the next step.
     """
-    manifest = read_manifest(folder)
-    where = folder / MANIFEST
+    manifest, where = read_manifest(folder), folder / MANIFEST
     for role in ROLES:
         for engine, table in manifest.model(role).files.items():
             for precision, name in table.items():
@@ -291,8 +293,7 @@ def _parse(value: Mapping[str, Any], folder: Path) -> Manifest:
     for name, entry in listed.items():
         _safe(name, where)
         entry = _mapping(entry, f"files[{name!r}]", where)
-        size = _need(entry, "bytes", int, where)
-        digest = _need(entry, "sha256", str, where)
+        size, digest = _need(entry, "bytes", int, where), _need(entry, "sha256", str, where)
         if not 0 <= size <= MAX_BYTES or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
             raise BundleError(
                 f"{where}: files[{name!r}] has bytes {_short(size)} and sha256 {digest[:80]!r}, which cannot be; {AGAIN}"
@@ -358,8 +359,8 @@ def _paths(value: Mapping[str, Any], name: str, where: Path) -> dict[str, dict[s
     if max(count, len(tables)) > MAX_VARIANTS:
         raise BundleError(f"{where}: {name} has {count} models; at most {MAX_VARIANTS} are wanted: {AGAIN}")
     for key in (*tables, *(precision for table in tables.values() for precision in table)):
-        if len(key) > MAX_TEXT:
-            raise BundleError(f"{where}: {name} has a key of {len(key)} characters; {AGAIN}")
+        if not _KEY.fullmatch(key):
+            raise BundleError(f"{where}: {name} has the key {_short(key)}; a plain name is wanted: {AGAIN}")
     return {
         engine: {precision: _safe(path, where) for precision, path in table.items()}
         for engine, table in tables.items()
@@ -376,9 +377,9 @@ def _need(value: Mapping[str, Any], key: str, kind: type[Any], where: Path) -> A
     seen = value.get(key)
     if not isinstance(seen, kind) or isinstance(seen, bool):
         raise BundleError(f"{where}: {key!r} is {_short(seen)}; {kind.__name__} is wanted: {AGAIN}")
-    if isinstance(seen, str) and len(seen) > MAX_TEXT:
+    if isinstance(seen, str) and (len(seen) > MAX_TEXT or _CONTROL.search(seen)):
         raise BundleError(
-            f"{where}: {key!r} has {len(seen)} characters; at most {MAX_TEXT} are wanted: {AGAIN}"
+            f"{where}: {key!r} has {len(seen)} characters; at most {MAX_TEXT} and no control characters are wanted: {AGAIN}"
         )
     return seen
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from edgespec.core.files import write_json, write_text
 from edgespec.core.options import knob
-from edgespec.core.texts import printable_json, without_nan
+from edgespec.core.texts import harmless, printable_json, without_nan
 
 STANDARD_OUTPUT = "-"
 
@@ -86,10 +86,10 @@ def is_quiet() -> bool:
 def step(text: str) -> None:
     """A long verb begins a stage: a line among its tables, or where notes go when JSON replaces these."""
     if not is_quiet():
-        print(text, file=sys.stderr if _now.out else sys.stdout, flush=True)
+        print(harmless(text), file=sys.stderr if _now.out else sys.stdout, flush=True)
 
 
 def note(text: str) -> None:
     """Tell the person who waits something that is no result."""
     if not is_quiet():
-        print(text, file=sys.stderr, flush=True)
+        print(harmless(text), file=sys.stderr, flush=True)

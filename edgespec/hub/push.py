@@ -19,6 +19,7 @@ from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import MIB, progress
 from edgespec.core.table import byte_size, table
+from edgespec.core.texts import harmless
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
 
 CARD = "README.md"
@@ -49,7 +50,7 @@ def run(given: dict[str, Any]) -> int:
     folder = Path(options.bundle)
     manifest = open_manifest(folder)
     files = files_to_send(folder, manifest)
-    print(shown(folder, manifest, files), flush=True)
+    print(harmless(shown(folder, manifest, files)), flush=True)
     address = ""
     if options.yes:
         address = push(folder, files, options)

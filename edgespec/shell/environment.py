@@ -77,10 +77,10 @@ def config_file() -> Path:
 
 def _folder(xdg: str, linux: str, variable: str, windows: str, mac: str) -> Path:
     """edgespec's folder among the user's own: the variable's where the system has one, else the usual one below the home."""
-    earlier = Path.home() / linux / "edgespec"  # edgespec used Linux's names everywhere
-    if sys.platform == "win32":
-        name, usual = variable, windows
-    else:
-        name, usual = xdg, mac if sys.platform == "darwin" and not earlier.is_dir() else linux
-    base = os.environ.get(name)
-    return (Path(base).expanduser() if base else Path.home() / usual) / "edgespec"
+    name, usual = (variable, windows) if sys.platform == "win32" else (xdg, linux)
+    if base := os.environ.get(name):
+        return Path(base).expanduser() / "edgespec"
+    # edgespec used Linux's names everywhere
+    if sys.platform == "darwin" and not (Path.home() / linux / "edgespec").is_dir():
+        usual = mac
+    return Path.home() / usual / "edgespec"

@@ -60,6 +60,23 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path, holder: subprocess.Popen[
     assert not (tmp_path / "out" / LOCK).exists()
 
 
+@pytest.mark.parametrize("lock", ["link", "pipe"])
+def test_a_lock_that_is_no_file_is_refused_and_nothing_is_emptied(tmp_path: Path, lock: str) -> None:
+    precious = tmp_path / "precious.txt"
+    precious.write_text("precious")
+    (tmp_path / "out").mkdir()
+    if lock == "link":
+        (tmp_path / "out" / LOCK).symlink_to(precious)
+    else:
+        os.mkfifo(tmp_path / "out" / LOCK)
+    with (
+        pytest.raises(InputError, match=r"in-use\.json is a link or no regular file; remove it"),
+        held(tmp_path / "out", "edgespec something"),
+    ):
+        pass
+    assert precious.read_text() == "precious"
+
+
 def test_one_that_waits_gets_it(tmp_path: Path) -> None:
     process = hold(tmp_path, 1.5)
     start = time.monotonic()

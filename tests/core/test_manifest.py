@@ -147,6 +147,39 @@ def test_paths_that_leave_the_bundle_are_refused(folder: Path, path: str, place:
         open_manifest(folder)
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["/tmp/x/evil", "int8/../../../y/evil", "..", ".hidden", "", "a b", "é", "a\x1b[2J", "x" * 65, "a\n"],
+)
+@pytest.mark.parametrize("place", ["engine", "precision", "fast"])
+def test_an_engine_and_a_precision_have_plain_names(folder: Path, key: str, place: str) -> None:
+    """They become parts of the names of files."""
+    with rewritten(folder) as value:
+        target = value["target"]
+        model = "target/onnx-fp32"
+        if place == "engine":
+            target["files"][key] = {"fp32": model}
+        elif place == "precision":
+            target["files"]["onnxruntime"][key] = model
+        else:
+            target["fast"] = {key: {"fp32": f"{model}/model.onnx"}}
+    with pytest.raises(BundleError, match=r"has the key '.*'; a plain name is wanted") as error:
+        open_manifest(folder)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["name", "source"])
+def test_a_name_that_a_terminal_would_obey_is_refused(folder: Path, name: str) -> None:
+    for text in ("a\x1b]0;owned\x07", "a\nserving", "a\x9b2J", "a\x7f"):
+        with rewritten(folder) as value:
+            value["drafter"][name] = text
+        with pytest.raises(BundleError, match=rf"'{name}' has \d+ characters; .* no control characters"):
+            open_manifest(folder)
+    with rewritten(folder) as value:
+        value["drafter"][name] = "é\u3000γ 日本\xa0x"
+    assert getattr(open_manifest(folder).drafter, name).startswith("é")
+
+
 def test_links_out_of_the_bundle_are_refused(folder: Path) -> None:
     file = folder / "prompts.jsonl"
     outside = folder.parent / "outside.jsonl"

@@ -74,6 +74,9 @@ def test_what_is_said_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert verb("", True) == ("a table\n", "")
     assert verb("-", False) == ('{\n  "a": 1\n}\n', "a step\na note\n")
     assert verb("-", True) == ('{\n  "a": 1\n}\n', "")
+    step("a \x1b[2Jstep")
+    note("a \x1b[2Jnote")  # a stranger's words may be in them
+    assert capsys.readouterr() == ("a \ufffd[2Jstep\n", "a \ufffd[2Jnote\n")
     print("as before")
     assert capsys.readouterr().out == "as before\n"
 

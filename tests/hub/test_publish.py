@@ -17,6 +17,7 @@ import pytest
 from publish_server import TOKEN, Hub, running
 from repository import REPOSITORY
 
+from edgespec.cli import main
 from edgespec.core.errors import BundleError
 from edgespec.core.manifest import (
     MANIFEST,
@@ -33,7 +34,7 @@ REPO = "me/pair"
 BIG = 24 * 10**6  # the hub's client hands over pieces of 10 MB
 
 
-def make_bundle(folder: Path, big: int = 9000) -> Path:
+def make_bundle(folder: Path, big: int = 9000, title: str = "pair with a drafter") -> Path:
     """A bundle of files that no engine opens: what travels is bytes."""
     generator = np.random.default_rng(0)
     for name, size in {
@@ -44,7 +45,7 @@ def make_bundle(folder: Path, big: int = 9000) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"GGUF" + generator.bytes(size - 4))
     (folder / "tokenizer" / "copy.json").write_bytes((folder / "tokenizer" / "tokenizer.json").read_bytes())
-    (folder / "README.md").write_text("---\nlibrary_name: edgespec\n---\n\n# pair with a drafter\n")
+    (folder / "README.md").write_text(f"---\nlibrary_name: edgespec\n---\n\n# {title}\n")
     (folder / "empty.txt").touch()
     models = {
         role: BundleModel(role, "test", {}, 1000, {"llama.cpp": {"q8_0": f"{role}/{role}-q8_0.gguf"}})
@@ -156,6 +157,14 @@ def test_push_shows_first_and_sends_with_yes(hub: Hub, bundle: Path, tmp_path: P
     assert hub.repos[REPO] == contents(bundle)
     assert REPO in hub.private
     assert not hub.leaks
+
+
+def test_a_card_is_shown_without_its_escape_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = make_bundle(tmp_path / "bundle", title="a \x1b[2Jpair")
+    assert main(["push", str(bundle), REPO]) == 0
+    shown = capsys.readouterr().out
+    assert "\n    # a \ufffd[2Jpair\n" in shown
+    assert "\x1b" not in shown
 
 
 def test_what_is_no_part_of_the_bundle_is_not_pushed(hub: Hub, tmp_path: Path) -> None:

@@ -194,6 +194,24 @@ def test_folders_of_each_system(
     assert config_file() == tmp_path / file
 
 
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_folders_that_are_named_need_no_home(
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(Path, "home", homeless)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert cache_folder() == config_file().parent == tmp_path / "edgespec"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert main(["targets"]) == 2
+
+
 def test_what_an_earlier_edgespec_kept_on_macos_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

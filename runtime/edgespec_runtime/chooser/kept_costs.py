@@ -21,6 +21,7 @@ from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import engine_version, free_share, this_device
+from edgespec_runtime.engines.engine import default_threads
 
 if TYPE_CHECKING:
     from edgespec_runtime.pair.bundle import Pair
@@ -154,9 +155,10 @@ def costs_of(
         if 1 / STALE < slower < STALE:
             return kept, True
         note(f"a plain step takes {slower:.2g} times what the kept costs say, so they are measured again")
-    share = free_share(pair.threads)
+    threads = min(pair.threads, default_threads())  # more than there are processors take time from each other
+    share = free_share(threads)
     costs = calibrate(pair.target, pair.draft, how)
-    share = min(free_share(pair.threads), share)
+    share = min(free_share(threads), share)
     if share < BUSY:
         note(
             f"other programs hold {1 - share:.0%} of the processors, so these costs are wrong and are not kept; "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +16,7 @@ from time import perf_counter, process_time
 
 import numpy as np
 
+from edgespec.core.free_space import free_memory, processor_limit
 from edgespec_runtime.engines.engine import default_threads
 
 READ_BYTES = 512 * 2**20  # more than the last cache of nearly every processor
@@ -33,7 +36,8 @@ class Device:
 
     def __str__(self) -> str:
         cores = f"{self.cores} core{'s' * (self.cores != 1)}"
-        return f"{self.cpu}, {cores}, {self.memory_gib} GiB, {self.system}"
+        memory = [f"{self.memory_gib} GiB"] if self.memory_gib else []  # a system may not say it
+        return ", ".join([self.cpu, cores, *memory, self.system])
 
 
 def this_device() -> Device:
@@ -54,8 +58,12 @@ def engine_version(engine: str) -> str:
 def read_bandwidth(threads: int, size: int = READ_BYTES) -> float:
     """Bytes per second at which `threads` threads together read `size` bytes of memory: the best of several reads.
 
-    The reads are numpy reductions over pieces of 1 MiB, which release the interpreter's lock.
+    Where memory is short, they read a quarter of what is free. The reads are numpy reductions over pieces of 1 MiB, which release
+    the interpreter's lock.
     """
+    free = free_memory()
+    if free is not None:
+        size = min(size, max(free // 4, _PIECE * threads))
     values = np.ones(size // 4, dtype=np.int32)  # written, so that every page is real
     share = -(-len(values) // threads)
 
@@ -75,8 +83,9 @@ def read_bandwidth(threads: int, size: int = READ_BYTES) -> float:
 def free_share(threads: int, seconds: float = 0.15) -> float:
     """Share of the processor time that `threads` busy threads of this process get; 1 where no other program runs.
 
-    What is measured beside other programs are their costs too.
+    What is measured beside other programs are their costs too. What a container's limit withholds goes to none.
     """
+    granted = min(threads, processor_limit() or threads)
     piece = bytes(2**20)  # hashed in about a millisecond, without the interpreter's lock
     end = perf_counter() + seconds
 
@@ -87,7 +96,7 @@ def free_share(threads: int, seconds: float = 0.15) -> float:
     with ThreadPoolExecutor(threads) as pool:
         start, used = perf_counter(), process_time()
         list(pool.map(spin, range(threads)))
-        return min(1.0, (process_time() - used) / (threads * (perf_counter() - start)))
+        return min(1.0, (process_time() - used) / (granted * (perf_counter() - start)))
 
 
 @cache
@@ -106,12 +115,29 @@ def _cpu_info() -> list[str]:
 
 
 def cpu_name() -> str:
-    """The processor's own name where the system tells it."""
+    """The processor's own name where the system tells it; on 64-bit ARM Linux the maker's number and the core's."""
+    said: dict[str, str] = {}
     for line in _cpu_info():
         key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model", "Hardware") and value.strip():
-            return " ".join(value.split())
-    return platform.processor() or platform.machine() or "unknown processor"
+        said.setdefault(key.strip(), value)
+    names = [" ".join(said.get(key, "").split()) for key in ("model name", "Model", "Hardware")]
+    if "CPU part" in said:
+        maker, core = said.get("CPU implementer", "").strip(), said["CPU part"].strip()
+        names.append(f"{platform.machine()} {maker} {core}")
+    names += [_apple_name(), platform.processor(), platform.machine()]
+    return next(filter(None, names), "unknown processor")
+
+
+@cache
+def _apple_name() -> str:
+    """'' on any other system."""
+    if sys.platform != "darwin":
+        return ""
+    words = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _memory_gib() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.core.errors import InputError
+from edgespec.core.free_space import processor_limit
 
 Logits = NDArray[np.float32]
 Features = NDArray[np.float32]
@@ -61,5 +63,6 @@ def check_rewind(engine: Cache, n_past: int) -> None:
 
 
 def default_threads() -> int:
-    """Processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors this process may run on; no more than a container's limit grants, rounded up."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(here, math.ceil(processor_limit() or here))

@@ -36,7 +36,10 @@ _lock = threading.Lock()
 
 
 def load_library() -> Any:
-    """llama_cpp with its log silenced (errors are kept for our own messages). Raises MissingExtra where it is absent."""
+    """llama_cpp with its log silenced (errors are kept for our own messages).
+
+    Raises MissingExtra where it is absent, EdgespecError where its libraries cannot be loaded.
+    """
     global _library
     with _lock:
         if _library is None:
@@ -44,6 +47,10 @@ def load_library() -> Any:
                 import llama_cpp
             except ImportError as error:
                 raise MissingExtra("llama-cpp-python", "llamacpp", "Running a GGUF file") from error
+            except (OSError, RuntimeError) as error:
+                raise EdgespecError(
+                    f"llama-cpp-python is installed and cannot be loaded: {error}; install it again"
+                ) from error
 
             @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
             def keep_errors(level: int, text: bytes, _: Any) -> None:
@@ -61,7 +68,7 @@ def is_available() -> bool:
     """Whether llama-cpp-python can be imported here."""
     try:
         load_library()
-    except MissingExtra:
+    except EdgespecError:
         return False
     return True
 

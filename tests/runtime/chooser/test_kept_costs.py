@@ -22,6 +22,7 @@ from edgespec_runtime.chooser.kept_costs import (
 )
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.engines.device import this_device
+from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
 from edgespec.core.shapes import ModelShape
@@ -85,14 +86,21 @@ def test_kept_costs_that_nearly_hold_are_taken(
 def test_what_is_measured_beside_other_programs_is_not_kept(
     pair: Pair, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shares = iter((1.0, 0.6, 1.0, 0.9))
-    monkeypatch.setattr(kept_costs, "free_share", lambda threads: next(shares))
+    shares, asked = iter((1.0, 0.6, 1.0, 0.9)), []
+
+    def share(threads: int) -> float:
+        asked.append(threads)
+        return next(shares)
+
+    monkeypatch.setattr(kept_costs, "free_share", share)
+    monkeypatch.setattr(pair, "threads", 9999)
     assert costs_of(pair, BRIEFLY, notes.append)[1] is False
     assert "other programs hold 40% of the processors" in notes[0]
     assert load_costs(pair, notes.append) is None
     costs_of(pair, BRIEFLY, notes.append)
     assert load_costs(pair, notes.append) is not None
     assert len(notes) == 1
+    assert set(asked) == {default_threads()}  # threads that wait for each other are no other programs
 
 
 @pytest.mark.usefixtures("quiet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -174,6 +175,31 @@ def test_a_step_costs_little_python(files: dict[str, Path]) -> None:
     engine._lib = library
     engine.close()
     assert seconds < 2e-4
+
+
+def test_libraries_that_cannot_be_loaded_are_one_sentence(tmp_path: Path) -> None:
+    """Whoever can do without llama.cpp goes on."""
+    program = (
+        "from edgespec.core.errors import EdgespecError\n"
+        "from edgespec_runtime.engines.llamacpp import is_available, load_library\n"
+        "assert not is_available()\n"
+        "try:\n    load_library()\n"
+        "except EdgespecError as error:\n    print(error)\n"
+    )
+    for made, said in ((False, "not found"), (True, "Failed to load shared library")):
+        if made:
+            for name in ("libllama.so", "libllama.dylib", "llama.dll"):
+                (tmp_path / name).write_text("no library")
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "LLAMA_CPP_LIB_PATH": str(tmp_path)},
+        )
+        assert done.stdout.startswith("llama-cpp-python is installed and cannot be loaded: ")
+        assert said in done.stdout
+        assert done.stdout.endswith("; install it again\n")
 
 
 def test_missing_extra_is_one_sentence(tmp_path: Path) -> None:

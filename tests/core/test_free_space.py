@@ -1,0 +1,86 @@
+"""What the machine has to give, and what a container's limits leave of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from edgespec.core import free_space
+from edgespec.core.free_space import free_disk, free_memory, processor_limit
+
+
+def write_groups(
+    folder: Path, own: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Path]:
+    """Control groups below `folder`, and a process that is in those that `own` names; the path of each file."""
+    (folder / "own").write_text(own)
+    monkeypatch.setattr(free_space, "OWN_CGROUPS", folder / "own")
+    monkeypatch.setattr(free_space, "CGROUPS", folder / "groups")
+    for name, text in files.items():
+        (folder / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "groups" / name).write_text(text)
+    return {name: folder / "groups" / name for name in files}
+
+
+def test_what_the_system_says() -> None:
+    memory = free_memory()
+    assert memory is not None
+    assert 2**20 < memory < 2**50
+    assert free_disk(Path("/not/there/yet")) == shutil.disk_usage("/").free
+
+
+@pytest.mark.parametrize(
+    ("own", "limit", "used", "stat"),
+    [
+        ("", "memory.max", "memory.current", "inactive_file 300000"),  # a container's own group is the root
+        ("0::/\n", "memory.max", "memory.current", "anon 5\ninactive_file 300000"),
+        ("1:pids:/x\n0::/a/job\n", "a/job/memory.max", "a/job/memory.current", "inactive_file 300000"),
+        ("0::/a/job/step\n", "a/memory.max", "a/memory.current", "inactive_file 300000"),  # a group above
+        ("0::/../elsewhere\n", "memory.max", "memory.current", "inactive_file 300000"),
+        (
+            "4:hugetlb,memory:/docker/1\n0::/\n",  # mounted as the container's root
+            *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+            "inactive_file 1\ntotal_inactive_file 300000",
+        ),
+        (
+            "4:memory:/slurm/job\n",
+            *("memory/slurm/memory.limit_in_bytes", "memory/slurm/memory.usage_in_bytes"),
+            "inactive_file 1\ntotal_inactive_file 300000",
+        ),
+    ],
+)
+def test_a_containers_memory_counts(
+    own: str, limit: str, used: str, stat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is least of the limits of a process's groups and of those above them."""
+    beside = str(Path(limit).with_name("memory.stat"))
+    made = write_groups(tmp_path, own, {limit: "1000000", used: "900000", beside: stat}, monkeypatch)
+    assert free_memory() == 400_000
+    for none in ("max\n", "9223372036854771712\n"):
+        made[limit].write_text(none)
+        assert (free_memory() or 0) > 2**20
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "processors"),
+    [
+        ("0::/\n", {"cpu.max": "200000 100000\n"}, 2.0),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "50000 100000\n", "a/cpu.max": "150000 100000\n"}, 0.5),
+        ("0::/a\n", {"a/cpu.max": "max 100000\n"}, None),
+        ("3:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "25000", "cpu/cpu.cfs_period_us": "50000"}, 0.5),
+        ("3:cpuset:/\n1:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "5"}, None),
+        ("", {}, None),
+    ],
+)
+def test_a_containers_processors_count(
+    own: str,
+    files: dict[str, str],
+    processors: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_groups(tmp_path, own, files, monkeypatch)
+    assert processor_limit() == processors
