@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import command_line, summed, whole_numbers
+from common import command_line, whole_numbers
 from edgespec_runtime.bench.bench import measure
 from edgespec_runtime.bench.report import Place
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
@@ -22,7 +22,7 @@ from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE
 
-from edgespec.core.metrics import RawCounts, bootstrap
+from edgespec.core.metrics import RawCounts, bootstrap, summed
 from edgespec.core.progress import progress
 from edgespec.core.table import interval, table
 

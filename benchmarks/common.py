@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from edgespec_runtime.bench.suite import Question
 from edgespec_runtime.text.tokenizer import Message
 
 from edgespec.core.files import read_json, write_json
-from edgespec.core.metrics import RawCounts
 from edgespec.core.shapes import ModelShape
 
 
@@ -77,13 +76,6 @@ def in_own_process(*command: object, **environment: str) -> Any:
     if done.returncode:
         raise SystemExit(f"{command[-1]}: status {done.returncode}\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def summed(counts: Iterable[RawCounts]) -> RawCounts:
-    total = RawCounts()
-    for one in counts:
-        total.add(one)
-    return total
 
 
 def chat_of(question: Question) -> list[Message]:

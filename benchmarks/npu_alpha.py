@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import command_line, summed
+from common import command_line
 from edgespec_export.npu.qdq import BITS, calibrate, export_qdq, written_rows
 from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
 from edgespec_runtime.decoding.loop import decode
@@ -33,7 +33,7 @@ from edgespec_runtime.text.prompts import read_chats
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 
 from edgespec.core.files import write_json
-from edgespec.core.metrics import RawCounts, bootstrap, expected_acceptance
+from edgespec.core.metrics import RawCounts, bootstrap, expected_acceptance, summed
 from edgespec.core.progress import progress
 from edgespec.core.table import interval, table
 from edgespec.recipe.devices import ONNXRUNTIME

@@ -23,6 +23,7 @@ from edgespec.core.options import knob, to_mapping
 from edgespec.core.output import step, write_result
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size, duration, table
+from edgespec.planning.plan import UNMEASURED
 from edgespec.recipe.drafter import derive, describe
 from edgespec.recipe.schema import DrafterOptions
 from edgespec.recipe.targets import shape_of_target
@@ -33,7 +34,6 @@ from edgespec.stages.stage import STAGE_FILE, run_stage
 PLAN = "rehearsal.json"
 GIB = 2**30
 TINY = ModelShape(256, 4, 4, 2, 64, 512, 2048, tied=False, context_length=512)
-ENGINES = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
 STAGES = (
     ("weights", "random bf16 weights of the target, shard by shard; tokenizer, text, prompts"),
     ("pretrain", "the drafter learns from text"),
@@ -125,7 +125,7 @@ def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str,
             program = [sys.executable, "-m", "edgespec.building.rehearse_stages", str(out), name]
             rows.append(_stage(out, name, what, program))
         for verb in TALKS:
-            for engine, precision in ENGINES:
+            for engine, precision in UNMEASURED:
                 rows.append(_talk(out, verb, engine, precision, options))
     finally:
         if rows:

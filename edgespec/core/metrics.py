@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
@@ -87,6 +87,14 @@ class RawCounts:
     def loop_seconds(self) -> float:
         """Decoding time spent outside both models' forward passes."""
         return self.total_seconds - self.draft_seconds - self.verify_seconds
+
+
+def summed(counts: Iterable[RawCounts]) -> RawCounts:
+    """The counts of several runs as of one."""
+    total = RawCounts()
+    for one in counts:
+        total.add(one)
+    return total
 
 
 def expected_acceptance(p: Any, q: Any) -> Any:

@@ -192,11 +192,3 @@ def by_position(counts: Sequence[RawCounts]) -> list[Interval]:
         _, low, high = bootstrap(tried[:: -(-len(tried) // RESAMPLED)], share)
         found.append((share(tried), low, high))
     return found
-
-
-def total(counts: Sequence[RawCounts]) -> RawCounts:
-    """The sum over prompts."""
-    found = RawCounts()
-    for one in counts:
-        found.add(one)
-    return found

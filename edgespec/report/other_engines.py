@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.core.metrics import predicted_block_efficiency
+from edgespec.core.metrics import predicted_block_efficiency, summed
 from edgespec.report.fields import Fields
 from edgespec.report.gather import Run
-from edgespec.report.measured import Setting, total
+from edgespec.report.measured import Setting
 from edgespec.report.parts import Cell, Section, Table, Words, between, number
 from edgespec.report.sources import ENGINES
 
@@ -74,7 +74,7 @@ def _compared(found: Fields) -> Table:
     """A line for every engine that ran the pair: tokens per pass there and here."""
     cells = []
     for row in found.objects("list", MOST_ENGINES):
-        ours = total([one.object("counts").counts() for one in row.objects("ours", MOST_ANSWERS)])
+        ours = summed([one.object("counts").counts() for one in row.objects("ours", MOST_ANSWERS)])
         passes = sum(one.whole("passes") or 0 for one in row.objects("answers", MOST_ANSWERS))
         cells.append(
             [

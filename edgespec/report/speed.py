@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from edgespec.core.metrics import summed
 from edgespec.core.pictures import bars
 from edgespec.report.fields import Fields
 from edgespec.report.figures import MUTED, PARTS, RUNS, drawn, legend, lying
 from edgespec.report.gather import Run
-from edgespec.report.measured import AUTO, PLAIN, Bench, name_of, total
+from edgespec.report.measured import AUTO, PLAIN, Bench, name_of
 from edgespec.report.parts import Cell, Figure, Section, Table, Words, between, number, of_run, rate
 from edgespec.report.sources import BENCH
 
@@ -167,7 +168,7 @@ def _splits(bench: Bench) -> list[Split]:
     """Every draft length that emitted tokens."""
     found = []
     for one in bench.speeds:
-        counts = total(bench.counts.get(one.draft_length, []))
+        counts = summed(bench.counts.get(one.draft_length, []))
         if counts.emitted:
             seconds = counts.draft_seconds, counts.verify_seconds, max(0.0, counts.loop_seconds)
             draft, verify, rest = (1e3 * value / counts.emitted for value in seconds)

@@ -19,10 +19,11 @@ from edgespec_runtime.text.tokenizer import ChatTokenizer
 
 from edgespec.building import rehearse
 from edgespec.building.measured import run_measured
-from edgespec.building.rehearse import ENGINES, STAGES, TALKS, TINY, RehearsalOptions, needed_disk
+from edgespec.building.rehearse import STAGES, TALKS, TINY, RehearsalOptions, needed_disk
 from edgespec.building.rehearse_stages import read_rehearsal, weights
 from edgespec.core.errors import CheckFailed, EdgespecError, InputError
 from edgespec.core.files import read_json
+from edgespec.planning.plan import UNMEASURED
 
 pytestmark = pytest.mark.training
 
@@ -56,7 +57,7 @@ def found(out: Path, stage: str) -> dict[str, Any]:
 
 def test_every_stage_ran_and_was_measured(finished: Path) -> None:
     names = [name for name, _ in STAGES] + [
-        f"{verb}-{precision}" for verb in TALKS for _, precision in ENGINES
+        f"{verb}-{precision}" for verb in TALKS for _, precision in UNMEASURED
     ]
     for name in names:
         counts = found(finished, name)

@@ -20,6 +20,7 @@ from edgespec.core.output import json_knob, write_result
 from edgespec.core.texts import draws, harmless
 from edgespec.model_folder.check import check_model
 from edgespec.model_folder.head import is_head, shape_of_drafter
+from edgespec.recipe.devices import ENGINES
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.stage import STAGE_FILE
 
@@ -209,7 +210,7 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
 
     from edgespec_export.formats.export import HEAD_PRECISION, ExportedFile
     from edgespec_export.gguf.quantize import GGUF_TYPES
-    from edgespec_export.verify.file_check import BOUNDS, ENGINES
+    from edgespec_export.verify.file_check import BOUNDS
 
     assert manifest.folder is not None
     manifest.check_folder(TOKENIZER)

@@ -21,7 +21,6 @@ from edgespec_export.answers.quality import Answers
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.logit_distance import MOST_KL, distance
 
-ENGINES = ("onnxruntime", "llama.cpp", "static")
 SMALL = 50_000_000  # parameters below which a second thread costs more in waiting than it brings on a busy machine
 FLOAT_GGUF = frozenset({"f32", "f16", "bf16"})  # no faster attention kernel than the one in use
 BLOCK = 4

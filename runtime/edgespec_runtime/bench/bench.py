@@ -20,7 +20,7 @@ from edgespec.core import __version__
 from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import sha256_file
 from edgespec.core.manifest import MANIFEST
-from edgespec.core.metrics import RawCounts
+from edgespec.core.metrics import RawCounts, summed
 from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
@@ -42,7 +42,6 @@ from edgespec_runtime.bench.report import (
     shortfalls,
     speed_table,
     summarise,
-    summed,
     verdict,
 )
 from edgespec_runtime.bench.samples import samples_of

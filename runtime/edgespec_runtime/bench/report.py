@@ -19,6 +19,7 @@ from edgespec.core.metrics import (
     predicted_block_efficiency,
     predicted_speedup,
     ratio_of_sums,
+    summed,
 )
 from edgespec.core.table import interval, table
 
@@ -93,14 +94,6 @@ class Summary:
         """τ / (γ·c_t + v(γ + 1)), from the measured costs; NaN without a block."""
         efficiency = self.block_efficiency[0]
         return predicted_speedup(efficiency, self.mean_draft_length, self.draft_cost, self.verify_cost)
-
-
-def summed(counts: Iterable[RawCounts]) -> RawCounts:
-    """The counts of several runs as of one."""
-    total = RawCounts()
-    for one in counts:
-        total.add(one)
-    return total
 
 
 class _Runs:

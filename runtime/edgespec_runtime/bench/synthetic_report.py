@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec.core import __version__
-from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, predicted_speedup, ratio_of_sums
+from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, predicted_speedup, ratio_of_sums, summed
 from edgespec.core.table import count, interval, table
-from edgespec_runtime.bench.report import Interval, summed
+from edgespec_runtime.bench.report import Interval
 from edgespec_runtime.chooser.pass_costs import Costs, break_even
 from edgespec_runtime.engines.exactness import EXACT
 

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.files import read_json, write_text
+from edgespec.core.manifest import MAX_VOCAB_SIZE
 from edgespec_runtime.engines.engine import Engine, Logits
 
 VOCABULARY = "vocabulary.json"
 MAX_BYTES = 16 * 1024 * 1024  # a vocabulary of a million tokens takes 8 MB
-MAX_VOCAB_SIZE = 2**24
 
 
 @dataclass(frozen=True, eq=False)

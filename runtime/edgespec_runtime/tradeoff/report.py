@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.metrics import RawCounts, bootstrap, median
+from edgespec.core.metrics import RawCounts, bootstrap, median, summed
 from edgespec.core.table import interval, table
-from edgespec_runtime.bench.report import Interval, Run, summed
+from edgespec_runtime.bench.report import Interval, Run
 from edgespec_runtime.decoding.speed import dump
 from edgespec_runtime.rules.sampling import Warp
 from edgespec_runtime.tradeoff.arms import ENDS, LARGE, SMALL, Arm
