@@ -95,9 +95,11 @@ class Way:
 
     def least(self, lengths: Sequence[int]) -> tuple[float, int] | None:
         """(lowest break-even α, its γ); None where no draft ever pays."""
-        allowed = [length for length in lengths if length <= self.most]
-        found = [(alpha, length) for length in allowed if (alpha := self.break_even(length)) is not None]
-        return min(found, default=None)
+        from edgespec_runtime.chooser.pass_costs import least_acceptance
+
+        return least_acceptance(
+            self.costs, self.context, [length for length in lengths if length <= self.most]
+        )
 
     def memory_bound(self, rate: float, length: int) -> float:
         """MBSU with c by bytes."""

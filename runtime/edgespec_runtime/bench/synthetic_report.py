@@ -15,7 +15,7 @@ from edgespec.core import __version__
 from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, predicted_speedup, ratio_of_sums, summed
 from edgespec.core.table import count, interval, table
 from edgespec_runtime.bench.report import Interval
-from edgespec_runtime.chooser.pass_costs import Costs, break_even
+from edgespec_runtime.chooser.pass_costs import Costs, least_acceptance
 from edgespec_runtime.engines.exactness import EXACT
 
 Trace = tuple[float, ...]  # acceptance rate at each position of a block; the last one goes on
@@ -238,13 +238,10 @@ def _passes(costs: Costs) -> str:
 
 def _verdict(costs: Costs) -> str:
     """The lowest α at which some draft length pays."""
-    context = costs.contexts[0]
-    found = [(break_even(costs, length, context), length) for length in range(1, costs.longest)]
-    paying = [(alpha, length) for alpha, length in found if alpha is not None]
-    if not paying:
+    least = least_acceptance(costs, costs.contexts[0], range(1, costs.longest))
+    if least is None:
         return "By these costs no acceptance rate makes speculation pay here."
-    alpha, length = min(paying)
-    return f"By these costs speculation pays from α = {alpha:.2f} on (γ = {length} there)."
+    return f"By these costs speculation pays from α = {least[0]:.2f} on (γ = {least[1]} there)."
 
 
 def as_json(sections: Sequence[Section], left_out: dict[str, str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -130,6 +131,12 @@ def break_even(costs: Costs, draft_length: int, context: int) -> float | None:
     """The α at which drafts of γ ≥ 1 neither gain nor lose; None where no α below 1 reaches that."""
     passed = costs.v(costs.cheapest_length(draft_length + 1, context), context)
     return acceptance_rate_of(draft_length * costs.c_t(context) + passed, draft_length)
+
+
+def least_acceptance(costs: Costs, context: int, lengths: Iterable[int]) -> tuple[float, int] | None:
+    """(the lowest α that pays at one of these γ, that γ); None where no α below 1 does."""
+    found = ((break_even(costs, length, context), length) for length in lengths)
+    return min(((alpha, length) for alpha, length in found if alpha is not None), default=None)
 
 
 def best_draft_length(costs: Costs, acceptance_rate: float, context: int) -> tuple[int, float]:

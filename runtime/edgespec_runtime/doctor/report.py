@@ -12,7 +12,13 @@ from edgespec.core.options import as_flags
 from edgespec.core.table import table
 from edgespec_runtime.bench.report import block_cause
 from edgespec_runtime.chooser.expected_acceptance import Acceptance
-from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length, break_even, speedup
+from edgespec_runtime.chooser.pass_costs import (
+    Costs,
+    best_draft_length,
+    break_even,
+    least_acceptance,
+    speedup,
+)
 from edgespec_runtime.doctor.block_difference import Difference
 from edgespec_runtime.engines.device import Device
 from edgespec_runtime.engines.exactness import FAST
@@ -200,13 +206,10 @@ def diagnosis(findings: Findings) -> list[str]:
     """For every known α one sentence: what the best γ should give, or why none pays."""
     chosen = findings.chosen
     if not findings.acceptances:
-        needed = [
-            break_even(chosen.costs, length, chosen.context) for length in range(1, chosen.costs.longest)
-        ]
-        reachable = [rate for rate in needed if rate is not None]
-        if not reachable:
+        least = least_acceptance(chosen.costs, chosen.context, range(1, chosen.costs.longest))
+        if least is None:
             return ["Speculation cannot pay here, whatever the drafter: no α below 1 breaks even."]
-        return [f"The bundle does not say its α; drafts pay where it is above {min(reachable):.2f}."]
+        return [f"The bundle does not say its α; drafts pay where it is above {least[0]:.2f}."]
     return [_diagnosed(chosen, known, findings) for known in findings.acceptances]
 
 
