@@ -64,6 +64,7 @@ def run(given: dict[str, Any]) -> int:
     from edgespec_runtime.serving.api import Service
     from edgespec_runtime.serving.listening import Listener, Server
 
+    from_mapping(Options, given)  # refuses what is wrong before the bundle is looked at
     manifest = named_manifest(given)
     known = {field.name for field in dataclasses.fields(Options)} | given.keys()
     settings = with_device_defaults(given, manifest)
