@@ -42,10 +42,8 @@ ELSE = (
 )
 """What to do where distributions are wanted of a server that has none to give."""
 UNCLEAR = 2  # further tries for an answer that ends without a reason
-LOWEST, ROUNDED = (
-    -1e4,
-    1e-2,
-)  # log-probabilities: what stands for any below it, and the most that rounding makes of 0
+LOWEST = -1e4  # log-probability that stands for any below it
+ROUNDED = 1e-2  # the most that rounding makes of a log-probability of 0
 
 
 def _told(answer: dict[str, Any], name: str) -> int | None:
