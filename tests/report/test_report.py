@@ -211,8 +211,8 @@ def test_what_strangers_write_stays_text(small_build: Path, measured: Path, tmp_
     shutil.copytree(small_build / "out" / "bundle", copy)
 
     def name(value: Any) -> None:
-        value["default"]["reason"] = HOSTILE
-        value["target"]["name"] = value["drafter"]["name"] = HOSTILE.replace("\0", "")
+        shown = HOSTILE.replace("\0", "")  # a manifest with control characters is refused
+        value["target"]["name"] = value["drafter"]["name"] = value["default"]["reason"] = shown
         value["provenance"]["command"] = value["provenance"]["recipe"]["target"] = HOSTILE
 
     changed(copy / MANIFEST, copy / MANIFEST, name)
