@@ -13,13 +13,14 @@ from edgespec.core.errors import InputError
 from edgespec.core.options import check, knob, knobs_of
 from edgespec.core.output import json_knob
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.head import shape_of_drafter
 from edgespec.planning.devices_fit import Fit, fit, fitting
 from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, is_this_machine, parse, this_machine
 from edgespec.planning.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
 from edgespec.planning.plan_report import Plan
 from edgespec.planning.plan_stages import Assumed, stage_times, storage, usable
 from edgespec.recipe.devices import device_of
-from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.drafter import DrafterShape, continued_head, derive
 from edgespec.recipe.read import read_recipe
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, shipped_recipes
@@ -85,6 +86,9 @@ def make(recipe: Recipe, options: PlanOptions) -> Plan:
                 f"drafter.checkpoint {recipe.drafter.checkpoint!r} is no folder; give a model folder"
             )
         drafter = DrafterShape(**vars(found))
+    elif recipe.drafter.init == "checkpoint":
+        head = shape_of_drafter(Path(recipe.drafter.checkpoint))
+        drafter = continued_head(target, head, recipe.drafter)
     else:
         drafter = derive(target, recipe.drafter)
     recipe = fitting(recipe, target, drafter)

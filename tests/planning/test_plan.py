@@ -20,6 +20,7 @@ from edgespec.planning.plan_device import budget, rates_of_profile
 from edgespec.planning.plan_report import span
 from edgespec.recipe.devices import profiles
 from edgespec.recipe.schema import Recipe
+from edgespec.recipe.shipped import in_recipes
 from edgespec.recipe.targets import TARGETS, shape_of_target
 
 
@@ -148,6 +149,14 @@ def test_a_plan_of_a_checkpoint_and_a_teacher(
     assert f"{shape_of_target(str(families['llama'])).parameters:,}" in out
     assert PROMPT_TOKENS == 128
     assert "prompts of 128 tokens" in out
+
+
+def test_a_head_that_goes_on_is_planned_as_it_is(tmp_path: Path) -> None:
+    ready = in_recipes("ready", "smollm2-135m-instruct")
+    head = ("--drafter.kind", "head", "--drafter.init", "checkpoint", "--drafter.checkpoint", str(ready))
+    kept = ("--generate.features", "--distill.target-side", "stored", "--distill.text-fraction", "0")
+    found = as_json(tmp_path, "plan", "--target", "smollm2-135m-instruct", "--gpus", "1xH100", *head, *kept)
+    assert found["drafter"]["parameters"] == 8_923_968
 
 
 def test_the_other_answers_take_their_own_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
