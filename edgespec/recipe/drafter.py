@@ -190,7 +190,7 @@ def describe(target: ModelShape, drafter: ModelShape) -> str:
         rest = "" if drafter.joins else ", 1 row for the rest"
         rows.insert(6, ("tokens kept", "", f"{kept:,} ({kept / target.vocab_size:.0%}){rest}"))
     elif drafter.joins:
-        rows.insert(6, ("tokens kept", "", "fewer; sizes are at most"))
+        rows.insert(6, ("tokens kept", "", "the text decides; sizes here are the largest"))
     ratios = cost_ratios(target, drafter)
     rows.append(("c by parameters", "", f"{ratios['parameters']:.2%}"))
     rows.append(("c by bytes streamed", "", f"{ratios['streamed']:.2%}"))

@@ -129,7 +129,9 @@ def test_the_ready_head_is_counted_as_its_recipe_plans_it() -> None:
     assert made.parameters == sum(weight.size for weight in head_weights(folder).values()) == 8_923_968
     assert read_json(folder / "evaluation.json")["cost_ratio"] == made.parameters / target.parameters
     assert "8,192 (17%)\n" in describe(target, planned)  # no row stands for other tokens
-    assert "fewer; sizes are at most" in describe(target, derive(target, DrafterOptions(kind="head")))
+    assert "the text decides; sizes here are the largest" in describe(
+        target, derive(target, DrafterOptions(kind="head"))
+    )
 
 
 def test_a_trained_heads_layers_and_tokens_go_on() -> None:

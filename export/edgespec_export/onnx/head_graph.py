@@ -66,8 +66,8 @@ def check_widths(target: ModelShape) -> None:
     for what, size, step in (("heads", target.head_dim, HEAD_STEP), *rows):
         if size % step:
             raise InputError(
-                f"the target has {what} of {size}, and so has a drafter that is a head, whose graph needs a multiple of {step}; "
-                "give drafter.kind model to a build"
+                f"the target has {what} of {size}, and a drafter that is a head has the same. The graph of a head needs "
+                f"a multiple of {step}; give drafter.kind model to a build"
             )
 
 

@@ -235,9 +235,8 @@ def _stats(chat: Chat, _: str) -> None:
         f"replies {chat.replies}, tokens {totals.emitted}, {totals.token_rate:.1f} tok/s",
         f"time    {shares}",
     ]
-    if (
-        chat.conversation.ids or not chat.conversation.messages
-    ):  # else the next message shows how many there are
+    # a chat that was loaded is counted with its next message
+    if chat.conversation.ids or not chat.conversation.messages:
         lines.append(f"context {min(len(chat.conversation.ids), chat.context)} of {chat.context} tokens")
     lines.append(f"now     {chat.state()}{'; ' * bool(chat.last.off)}{chat.last.off}")
     if totals.drafted:

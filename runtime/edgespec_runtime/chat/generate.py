@@ -34,7 +34,8 @@ class Options(DecodingOptions, LoadOptions):
     system: str = knob("", "system prompt")
     raw: bool = knob(
         False,
-        "continue the prompt as it stands, without the chat template, behind the BOS that the tokenizer puts before a text",
+        "continue the prompt as it stands, without the chat template. Only a BOS is put before it, if the tokenizer puts one "
+        "before texts",
     )
     draft: bool = knob(True, "speculate with the drafter")
     json: str = json_knob()

@@ -68,9 +68,8 @@ def examine(options: Options) -> Findings:
     manifest = open_manifest(Path(options.bundle), hashes=False)
     if options.context is None:  # chat takes the device's too, and looks for costs at that length
         options = replace(options, context=manifest.device.get("context"))
-    pair = open_pair(
-        Path(options.bundle), options, manifest=manifest
-    )  # before the progress bar: a refusal is one line
+    # before the progress bar: a refusal is one line
+    pair = open_pair(Path(options.bundle), options, manifest=manifest)
     with progress("doctor", 4, "parts") as bar:
         with closing(pair):
             bar.set_postfix_str("passes of each length")
