@@ -85,7 +85,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def test_pages_that_the_code_names_exist() -> None:
     files = [file for folder in PACKAGES for file in folder.rglob("*") if file.suffix in (".py", ".yaml")]
-    files += [*(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "tests").glob("*.py")]
+    files += [*(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "tests").rglob("*.py")]
     for file in files:
         if file != Path(__file__):
             for name in re.findall(r"\bdocs/([\w-]+\.md)\b", text_of(file)):
@@ -100,7 +100,7 @@ def test_scripts_and_extras_exist(page: Path) -> None:
     import make
 
     text = text_of(page)
-    for name in re.findall(r"\b((?:benchmarks|tests)/\w+\.py)\b", text):
+    for name in re.findall(r"\b((?:benchmarks|tests)/[\w/]+\.py)\b", text):
         assert (REPOSITORY / name).exists(), f"{page.name} names {name}"
     assert set(re.findall(r"python3 make\.py (\w+)", text)) <= set(make.COMMANDS)
     extras = tomllib.loads(text_of(REPOSITORY / "pyproject.toml"))["project"]["optional-dependencies"]

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_files import files_of_at_most
 
 from edgespec.core import files
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, NoRoom
 from edgespec.core.files import (
     FICLONE,
     copy_file,
@@ -133,14 +134,8 @@ def test_a_copy_is_a_file_of_its_own(tmp_path: Path) -> None:
 def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.write_bytes(b"x" * 100_000)
-
-    def full(_: object, place: Path) -> None:
-        place.write_bytes(b"x" * 50)
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(files, "_share_blocks", lambda *_: False)
-    monkeypatch.setattr(files.shutil, "copyfile", full)
-    with pytest.raises(InputError, match="no space left on the disk"):
+    with files_of_at_most(50), pytest.raises(NoRoom):
         copy_file(source, copy)
     assert list(tmp_path.iterdir()) == [source]
 

@@ -299,12 +299,13 @@ def test_what_is_no_gguf_file_is_said_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.GGUF").write_bytes(b"GGUF")
-    words = {"export": ["--drafter", "d"], "build-drafter": ["--out", "out"], "plan": []}[verb]
+    drafter = str(make_model_folder(tmp_path / "d"))
+    words = {"export": ["--drafter", drafter], "build-drafter": ["--out", "out"], "plan": []}[verb]
     assert main([verb, "--target", name, *words]) == 2
     error = capsys.readouterr().err
     wanted = "has 4 bytes; a GGUF file has 24 at least" if name == "there.GGUF" else "does not exist"
-    if verb != "export":  # which looks for the drafter first
-        assert f"{Path(name)} {wanted}" in error
+    assert f"{Path(name)} {wanted}" in error
+    assert len(error.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 

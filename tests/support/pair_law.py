@@ -37,11 +37,19 @@ def law_of_pairs(
 
 
 def fit(found: Counter[Any], law: Mapping[Hashable, float], least_cells: int = 8) -> float:
-    """p-value of a chi-squared test; all that is expected less than `LEAST` times, or has no place in `law`, is one cell."""
+    """p-value of a chi-squared test; all that is expected less than `LEAST` times, or has no place in `law`, is one cell.
+
+    Where that cell is expected less than `LEAST` times too, it joins the rarest one.
+    """
     samples = found.total()
     cells = [key for key, mass in law.items() if mass * samples >= LEAST]
     assert len(cells) >= least_cells
     observed, wanted = [found[key] for key in cells], [law[key] * samples for key in cells]
-    rest = samples - sum(wanted)
-    assert rest >= LEAST
-    return float(chisquare([*observed, samples - sum(observed)], [*wanted, rest]).pvalue)
+    rest = samples - sum(observed), samples - sum(wanted)
+    if rest[1] >= LEAST:
+        observed, wanted = [*observed, rest[0]], [*wanted, rest[1]]
+    else:
+        rarest = wanted.index(min(wanted))
+        observed[rarest] += rest[0]
+        wanted[rarest] += rest[1]
+    return float(chisquare(observed, wanted).pvalue)

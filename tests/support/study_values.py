@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgespec_recipes.study import runs as runs
-
 TRAINING = {"batch_size": 4, "context": 64, "warmup_steps": 2, "learning_rate": 3e-3, "save_steps": 3}
 
 

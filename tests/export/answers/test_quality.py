@@ -39,7 +39,7 @@ def test_a_near_tie_is_a_gap_below_the_files_own_error() -> None:
 def test_intervals_hold_the_true_share_where_replies_differ() -> None:
     """Each reply has a share of its own, Beta(19, 1): 0.95 in the mean. Intervals that forget this are too narrow."""
     generator = np.random.default_rng(0)
-    runs, held, naive = 100, 0, 0
+    runs, held, naive = 400, 0, 0
     for _ in range(runs):
         own = generator.beta(19.0, 1.0, size=24)
         counts = [of_share(int(generator.binomial(64, p)), 64) for p in own]
@@ -47,7 +47,8 @@ def test_intervals_hold_the_true_share_where_replies_differ() -> None:
         held += low <= 0.95 <= high
         least, most = wilson(sum(one.same for one in counts), 24 * 64)
         naive += least <= 0.95 <= most
-    assert held / runs > 0.88  # the percentile bootstrap of 24 skewed clusters is a little short of 95 %
+    # The percentile bootstrap of 24 skewed clusters is a little short of 95 %. One that holds 85 % passes once in 20 seeds.
+    assert held / runs > 0.88
     assert naive / runs < 0.75
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from edgespec_export.bundle import draft_side
-from edgespec_export.bundle.draft_side import DRAFT_SIDE, choose_drafters, draft_table
+from edgespec_export.bundle.draft_side import choose_drafters, draft_table
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.exported_pair import PairRun, Trial, as_json
 from edgespec_runtime.chooser.pass_costs import Costs
@@ -91,4 +91,3 @@ def test_a_head_has_one_file(files: list[ExportedFile], clock: list[tuple[str, s
 
 def test_nobody_elses_rows_make_a_table() -> None:
     assert draft_table([{"engine": "x"}, {"alpha": "high"}]) == ""
-    assert DRAFT_SIDE == "draft_side"

@@ -29,7 +29,7 @@ from edgespec_runtime.engines.vocabulary import (
     write_vocabulary,
 )
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
-from pair_law import fit, law_of_next
+from pair_law import fit, law_of_next, law_of_pairs
 from part_vocabulary import FULL, KEPT, restricted, subset
 from tiny_bundle import disturbed, exported_bundle
 from tiny_models import TEXTS, make_model_folder
@@ -43,6 +43,7 @@ from edgespec.core.metrics import RawCounts
 BUNDLED = 300
 SAMPLES = 2500
 ERROR_RATE = 1e-4
+COLD = 0.3  # a random model's pairs of tokens are likely enough to count
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ def test_the_engine_speaks_the_targets_ids() -> None:
 @pytest.mark.parametrize("name", WARPS)
 @pytest.mark.parametrize("known", [(0,), (1, 3), (0, 2, 4)])
 def test_a_block_of_a_subset_drafter_is_distributed_as_the_target(name: str, known: tuple[int, ...]) -> None:
-    """Enumerated, as in test_acceptance.py, on the engine's own logits."""
+    """Enumerated, as in test_rules.py, on the engine's own logits."""
     vocabulary = Vocabulary(V, np.array(known))
     target = toy_model(1)
 
@@ -197,21 +198,22 @@ def pair(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Pair]:
     loaded.close()
 
 
-def test_samples_on_the_real_engines_follow_the_target_alone(pair: Pair) -> None:
+@pytest.mark.parametrize("rule", ["lossless", "block"])
+def test_samples_on_the_real_engines_follow_the_target_alone(pair: Pair, rule: str) -> None:
     prompt = pair.tokenizer.encode_chat(pair.prompts()[0])
-    first = law_of_next(pair.target, prompt)
+    first = law_of_next(pair.target, prompt, COLD)
     outside = np.setdiff1d(np.arange(FULL), subset(size=BUNDLED).ids)
     assert first[outside].sum() > 0.1
-    seen: Counter[int] = Counter()
+    seen: Counter[tuple[int, int]] = Counter()
     counts = RawCounts()
     for seed in range(SAMPLES):
-        options = DecodingOptions(temperature=1.0, draft_length=2, max_new_tokens=3, seed=seed)
+        options = DecodingOptions(rule=rule, temperature=COLD, draft_length=2, max_new_tokens=3, seed=seed)
         tokens = [
             t for block in decode(pair.target, pair.draft, prompt, options, (), counts) for t in block.tokens
         ]
-        seen[tokens[0]] += 1
+        seen[tokens[0], tokens[1]] += 1
     assert 0.02 < counts.acceptance_rate < 0.98
-    assert fit(seen, dict(enumerate(first.tolist()))) > ERROR_RATE
+    assert fit(seen, law_of_pairs(pair.target, prompt, 12, COLD)) > ERROR_RATE
 
 
 def test_greedy_text_on_the_real_engines_is_the_targets_own(pair: Pair) -> None:

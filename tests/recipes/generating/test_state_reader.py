@@ -179,7 +179,7 @@ def test_joined_rows_are_those_of_their_folders(folder: Path, written: Path, tmp
 
 
 def test_a_head_learns_from_both(folder: Path, written: Path, tmp_path: Path) -> None:
-    """With all rows read, the loss falls on what was read; the log has the rows of each kind."""
+    """With the target's own texts and with conversations that it read."""
     read(folder, tmp_path / "read")
     options = replace(
         LEARNING, fixed=str(folder / "answered.jsonl"), fixed_fraction=0.75, unrolled_steps=2, watch_steps=0

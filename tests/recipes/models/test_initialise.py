@@ -340,7 +340,7 @@ def test_a_trained_target_gives_a_better_start_than_chance(shared: Path) -> None
 
 
 def test_new_drafter_is_what_pretraining_always_began_with(target: Path) -> None:
-    """Weights of a recipe that names no init are those of earlier releases: the first numbers are written down here."""
+    """Weights of a recipe that names no init are those of earlier releases."""
     model = new_drafter(shape_of(target, **TINY), load_tokenizer(target), seed=1)
     torch.manual_seed(1)
     config = LlamaConfig(

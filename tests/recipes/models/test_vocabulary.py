@@ -27,10 +27,6 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.recipe.sampling import SAMPLINGS
 
-BUNDLED = 300
-SAMPLES = 2500
-ERROR_RATE = 1e-4
-
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

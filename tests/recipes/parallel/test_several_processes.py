@@ -23,6 +23,7 @@ import torch
 import yaml
 from edgespec_recipes.models.loading import load_model
 from safetensors.torch import load_file
+from torchrun import one_thread as one_torch_thread
 from torchrun import torchrun
 
 from edgespec.cli import main
@@ -43,10 +44,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_torch_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchrun
 from edgespec_recipes.data.token_rows import Rows, Shuffled
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.training import checkpoints, trainer
@@ -92,10 +93,8 @@ def run(out: Path, *, ordered: bool = False, **changes: Any) -> dict[str, object
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Threads cost a model of this size more than they give."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torchrun.one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

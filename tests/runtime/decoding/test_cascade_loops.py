@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +15,15 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.rules.sampling import Warp, warp
+from exact_law import distance, law_of
 from loop_setup import Setup
-from scipy.stats import chisquare
 from toy_engine import LogitsOf, ToyEngine, random_model, successor_model
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping
 
-SMALL, LENGTH, DRAWS = 3, 3, 3000
-ERROR_RATE = 1e-4  # of each chi-squared test, with the seeds below
+SMALL, LENGTH = 3, 3
 LOOPS = ["token-cascade:a=0.5", "sequence-cascade:a=0.4,confidence=mean", "bild:a=1.2,a_f=0.6"]
 SHORT_BILD = f"{LOOPS[2]},window=2"
 SAMPLED = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 2}, {"temperature": 1.2, "top_p": 0.75}]
@@ -100,24 +99,13 @@ class Reference:
 def test_sampled_replies_follow_the_rules_law(
     rule: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-squared of whole replies; runs end after two draft tokens, so that they end within a reply."""
+    """Whole replies, along every path of the loop's choices; runs end after two draft tokens, so that they end within a reply."""
     monkeypatch.setattr(cascade_loops, "LONGEST_RUN", 2)
     target, draft = random_model(11, SMALL, 1.0), random_model(14, SMALL, 1.0)
     law = Reference(target, draft, Warp(**how), SMALL, longest=2).law(rule, (0,), LENGTH)
     rule = SHORT_BILD if rule == LOOPS[2] else rule
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
     setup = Setup(target, draft, SMALL)
-    seen = Counter(
-        tuple(setup.run([0], max_new_tokens=LENGTH, rule=rule, seed=seed, **how)) for seed in range(DRAWS)
-    )
-    possible = [reply for reply, mass in law.items() if mass > 0]
-    assert set(seen) <= set(possible)
-    wanted = np.array([law[reply] for reply in possible])
-    observed = np.array([seen[reply] for reply in possible])
-    common = wanted * DRAWS >= 5
-    observed = np.append(observed[common], observed[~common].sum() + 1e-9)
-    wanted = np.append(wanted[common], wanted[~common].sum() + 1e-12)
-    assert chisquare(observed, wanted / wanted.sum() * observed.sum()).pvalue > ERROR_RATE
+    assert distance(law_of(lambda: setup.run([0], max_new_tokens=LENGTH, rule=rule, **how)), law) < 3e-6
 
 
 @pytest.mark.parametrize("seed", range(8))

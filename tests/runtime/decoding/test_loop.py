@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from edgespec_runtime.chooser.pass_costs import LONGEST_PASS
 from edgespec_runtime.decoding import reply_state
@@ -16,9 +14,9 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, MOST_CHOSEN, DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome
 from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.rules.sampling import warp
+from exact_law import target_law
 from loop_setup import Setup, V
-from scipy.stats import chisquare
+from pair_law import fit
 from toy_engine import ToyEngine, random_model, successor_model
 
 from edgespec.core.errors import InputError
@@ -300,28 +298,13 @@ def test_a_drafter_equal_to_the_target_is_never_rejected(how: dict[str, Any]) ->
     assert setup.counts.acceptance_rate == 1.0
 
 
-SMALL, LENGTH, DRAWS = 3, 3, 6000
-
-
-@pytest.mark.parametrize("gamma", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "how", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 2}, {"temperature": 1.2, "top_p": 0.75}]
-)
-def test_sampled_replies_follow_the_target_through_the_whole_loop(gamma: int, how: dict[str, Any]) -> None:
-    """Chi-squared of the first three tokens against their exact law; each of the 12 tests errs with probability 1e-4."""
-    target, draft = random_model(11, SMALL, 1.0), random_model(12, SMALL, 1.0)
-    options = DecodingOptions(**how)
-    law: dict[tuple[int, ...], float] = {}
-    for reply in itertools.product(range(SMALL), repeat=LENGTH):
-        law[reply] = float(
-            np.prod([warp(target((0, *reply[:i])), options).prob(reply[i]) for i in range(LENGTH)])
-        )
-    setup = Setup(target, draft if gamma else None, SMALL)
-    seen = Counter(
-        tuple(setup.run([0], max_new_tokens=LENGTH, draft_length=max(gamma, 1), seed=seed, **how))
-        for seed in range(DRAWS)
-    )
-    possible = [reply for reply, mass in law.items() if mass > 0]
-    assert set(seen) <= set(possible)
-    wanted = np.array([law[reply] for reply in possible])
-    assert chisquare([seen[reply] for reply in possible], wanted / wanted.sum() * DRAWS).pvalue > 1e-4
+@pytest.mark.parametrize("rule", ["lossless", "block"])
+def test_drawn_replies_follow_the_target_through_the_whole_loop(rule: str) -> None:
+    """With true random numbers; test_draft_length_laws.py follows every choice. Each test errs with probability 1e-4."""
+    target, draft = random_model(11, 3, 1.0), random_model(12, 3, 1.0)
+    how: dict[str, Any] = {"rule": rule, "temperature": 1.2, "top_p": 0.9, "max_new_tokens": 3}
+    setup = Setup(target, draft, 3)
+    found = Counter(tuple(setup.run([0], draft_length=2, seed=seed, **how)) for seed in range(6000))
+    law = target_law(target, [0], 3, DecodingOptions(**how))
+    assert set(found) <= set(law)
+    assert fit(found, law) > 1e-4

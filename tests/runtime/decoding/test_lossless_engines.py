@@ -20,7 +20,7 @@ NEARLY_EXACT_MODES = (("llama.cpp", "f16"),)
 NEAR_TIE = 0.02  # logits; several times the block difference measured on F16 files
 FIRST_TOKENS = 12  # continuations are told apart after this many most probable first tokens
 SAMPLES = 2500
-ERROR_RATE = 1e-4  # of one test, with the seeds below; four engines and modes are tested
+ERROR_RATE = 1e-4  # of one test, with the seeds below; four engines and modes are tested, with two rules each
 
 
 @pytest.fixture(scope="module", params=EXACT_MODES + NEARLY_EXACT_MODES, ids=lambda mode: " ".join(mode))
@@ -31,13 +31,16 @@ def pair(request: pytest.FixtureRequest, trained: Path) -> Iterator[Pair]:
     loaded.close()
 
 
-def test_samples_follow_the_target_alone(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    "rule", ["lossless", "block"]
+)  # a seed alone would choose the rule without rejection
+def test_samples_follow_the_target_alone(pair: Pair, rule: str) -> None:
     prompt = pair.tokenizer.encode_chat(pair.prompts()[0])
     expected = law_of_pairs(pair.target, prompt, FIRST_TOKENS)
     seen: Counter[tuple[int, int]] = Counter()
     counts = RawCounts()
     for seed in range(SAMPLES):
-        options = DecodingOptions(temperature=1.0, draft_length=3, max_new_tokens=4, seed=seed)
+        options = DecodingOptions(rule=rule, temperature=1.0, draft_length=3, max_new_tokens=4, seed=seed)
         tokens = [
             t for block in decode(pair.target, pair.draft, prompt, options, (), counts) for t in block.tokens
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,30 +150,6 @@ def test_bad_files(files: dict[str, Path], tmp_path: Path, capfd: pytest.Capture
         LlamaCppEngine(tmp_path / "text.gguf")
     LlamaCppEngine(files["llama-f16"]).close()
     assert capfd.readouterr() == ("", "")  # llama.cpp's own log is silent
-
-
-@pytest.mark.llamacpp
-def test_a_step_costs_little_python(files: dict[str, Path]) -> None:
-    """Beside llama_decode a step sets arrays and makes one view: well below 0.1 ms."""
-    engine = LlamaCppEngine(files["llama-q8_0"], threads=1)
-    engine.forward(TOKENS[:8])
-    library = engine._lib
-
-    class NoDecode:
-        def __getattr__(self, name: str) -> object:
-            return (
-                (lambda *_: 0) if name in ("llama_decode", "llama_memory_seq_rm") else getattr(library, name)
-            )
-
-    engine._lib = NoDecode()
-    start = time.perf_counter()
-    for _ in range(200):
-        engine.forward([5])
-        engine.rewind(8)
-    seconds = (time.perf_counter() - start) / 200
-    engine._lib = library
-    engine.close()
-    assert seconds < 2e-4
 
 
 def test_libraries_that_cannot_be_loaded_are_one_sentence(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_runtime.bench.report import Place
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, load_engine, open_pair
 from edgespec_runtime.tradeoff.arms import LARGE, SMALL
-from edgespec_runtime.tradeoff.quality import common_prefix, rouge_2
+from edgespec_runtime.tradeoff.quality import common_prefix, exact_match, rouge_2
 from edgespec_runtime.tradeoff.tradeoff import Answers, Options, Prompt, mean_log_probability
 from toy_engine import ToyEngine, random_model
 
@@ -171,14 +173,19 @@ def prompts_file(path: Path, references: list[Any]) -> Path:
 
 
 def test_scores_against_references(bundle: Path, pair: Pair, tmp_path: Path) -> None:
-    file = prompts_file(tmp_path / "p.jsonl", ["so it is 1 2 3 #### 3", "the number is 7", "no 4 5 6"])
+    prompt = {"role": "user", "content": "Count: 1 2 3"}
+    options = plain(DecodingOptions(max_new_tokens=16))
+    blocks = decode(pair.target, None, pair.tokenizer.encode_chat([prompt]), options, (), RawCounts())
+    own = pair.tokenizer.decode([token for block in blocks for token in block.tokens])
+    file = prompts_file(tmp_path / "p.jsonl", ["so it is 1 2 3 #### 3", f"{own} 7", "no 4 5 6"])
     flags = ["--prompts", str(file), "--metric", "rouge-2,exact-match", "--rules", "lossless"]
     assert main(["tradeoff", str(bundle), *SHORT, *flags, "--json", str(tmp_path / "t.json")]) == 0
     references = [json.loads(line)["reference"] for line in file.read_text().splitlines()]
     for run in runs_of(tmp_path / "t.json"):
         said = pair.tokenizer.decode(run["reply"])
         assert run["scores"]["rouge-2"] == rouge_2(said, references[run["prompt"]])
-        assert run["scores"]["exact-match"] in (0.0, 1.0)
+        assert run["scores"]["exact-match"] == exact_match(said, references[run["prompt"]])
+        assert (run["scores"]["rouge-2"] > 0.5) is (run["prompt"] == 1)  # what the target itself says
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,15 @@ def tried(counts: Counter[str], run: Callable[[], Any]) -> None:
         counts["accepted"] += 1
 
 
-def checked(root: Path, before: dict[str, tuple[int, int]], counts: Counter[str], altered: str) -> None:
+def checked(
+    root: Path, before: dict[str, tuple[int, int]], counts: Counter[str], altered: str, cases: int
+) -> None:
     after = seen(root)
     assert {name: after[name] for name in after if name != altered} == {
         name: before[name] for name in before if name != altered
     }
     assert min(counts["refused"], counts["accepted"]) >= 4, counts
+    assert counts["refused"] + counts["accepted"] >= 0.9 * cases, counts
     assert counts["no or endless words"] == 0
 
 
@@ -185,7 +188,7 @@ def test_manifests_with_other_values(root: Path) -> None:
 
     run()
     file.write_bytes(whole)
-    checked(root, before, counts, "bundle/manifest.json")
+    checked(root, before, counts, "bundle/manifest.json", CASES["values"])
 
 
 def test_manifests_with_other_bytes(root: Path) -> None:
@@ -201,7 +204,7 @@ def test_manifests_with_other_bytes(root: Path) -> None:
 
     run()
     file.write_bytes(whole)
-    checked(root, before, counts, "bundle/manifest.json")
+    checked(root, before, counts, "bundle/manifest.json", CASES["bytes"])
 
 
 @pytest.mark.parametrize(
@@ -251,7 +254,7 @@ def test_small_files(root: Path, name: str) -> None:
 
     run()
     file.write_bytes(whole)
-    checked(root, before, counts, f"bundle/{name}")
+    checked(root, before, counts, f"bundle/{name}", cases)
     if added:
         file.unlink()
 
@@ -275,7 +278,7 @@ def test_gguf_headers(root: Path, both: Path) -> None:
             tried(counts, lambda: read_header(file))
 
     run()
-    checked(root, before, counts, "bundle/fuzz.gguf")
+    checked(root, before, counts, "bundle/fuzz.gguf", CASES["gguf"])
     file.unlink()
 
 
@@ -292,7 +295,7 @@ def test_onnx_graphs(root: Path) -> None:
 
     run()
     file.write_bytes(whole)
-    checked(root, before, counts, f"bundle/{ONNX}/model.onnx")
+    checked(root, before, counts, f"bundle/{ONNX}/model.onnx", CASES["onnx"])
 
 
 WORDS = (
@@ -331,8 +334,4 @@ def test_chat_templates(root: Path) -> None:
             tried(counts, lambda text=text: load(text))  # type: ignore[misc]
 
     run()
-    checked(root, before, counts, "")
-
-
-def test_there_are_enough_cases() -> None:
-    assert sum(CASES.values()) > 10_000
+    checked(root, before, counts, "", CASES["template"])
