@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -231,24 +231,20 @@ def offload(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
 
 
 def _checked(rehearsal: Rehearsal, path: Path, precision: str) -> dict[str, Any]:
-    from edgespec_export.verify.file_check import BOUNDS
-    from edgespec_export.verify.streamed_check import check_streamed, opened
+    from edgespec_export.verify.streamed_check import check_streamed
 
-    prompts = check_tokens(rehearsal)
-    read_back, engine = opened(path, rehearsal.shape, rehearsal.options.run_context)
-    check = check_streamed(read_back, engine, rehearsal.target, prompts)
-    bounds = BOUNDS[precision]
-    broken = [
-        f"{name} {seen:.1e}, at most {most:.0e}"
-        for name, seen, most in (
-            ("weights", check.weights, bounds.weights),
-            ("engine", check.engine, bounds.engine),
-            ("block", check.block, bounds.block),
-        )
-        if not seen <= most
-    ]
-    words = f"weights {check.weights:.1e}, engine {check.engine:.1e}, block {check.block:.1e}, top-1 {check.top1:.0%}"
-    return {**asdict(check), "broken": broken, "in words": words}
+    context = rehearsal.options.run_context
+    check = check_streamed(path, precision, context, rehearsal.target, check_tokens(rehearsal))
+    found = {
+        "weights": check.weights_relative,
+        "worst": check.worst_weight,
+        "engine": check.engine_relative,
+        "block": check.block_relative,
+        "top1": check.top1,
+        "positions": check.positions,
+    }
+    words = "weights {weights:.1e}, engine {engine:.1e}, block {block:.1e}, top-1 {top1:.0%}".format(**found)
+    return {**found, "broken": check.broken, "in words": words}
 
 
 def bundle(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:

@@ -9,86 +9,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.pair.bundle import load_engine
 from torch import Tensor
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import read_config
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.by_layers import check_alike
 from edgespec_export.onnx.repeat import layer_of
-from edgespec_export.verify.file_check import BLOCK, Passage, fed, logit_distance, relative
+from edgespec_export.verify.file_check import (
+    FileCheck,
+    Passage,
+    compare_engine,
+    judge,
+    measure,
+    note_weight,
+)
 from edgespec_export.verify.readback import Weights, weights_of
 
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class StreamedCheck:
-    """weights: largest relative distance (root mean square) of a tensor from the checkpoint's, and of which. engine: that of the
-    engine's centred logits from torch's with the file's weights; block: that of logits of four tokens at once from single steps;
-    top1: share of positions where engine and torch agree on the most probable token."""
-
-    weights: float
-    worst: str
-    engine: float
-    block: float
-    top1: float
-    positions: int
-
-
 def check_streamed(
-    weights: Weights, engine: Engine, model_folder: Path, prompts: Sequence[list[int]]
-) -> StreamedCheck:
-    """Hold a file (its `weights` in the engine's order and the engine itself) against the model it was made from.
+    path: Path, precision: str, context: int, model_folder: Path, prompts: Sequence[list[int]]
+) -> FileCheck:
+    """Hold a target's GGUF file or ONNX folder against the model it was made from, and the engine against the file's own weights.
 
     Raises InputError for a family whose layers need more than the layer before.
     """
-    distance = _Distance(Checkpoint(model_folder))
-    expected = streamed_logits(distance.watched(weights), model_folder, prompts)
-    ours = np.concatenate(expected)
-    model = CachedEngine(engine)
-    theirs, steps, blocks = (
-        np.concatenate([fed(model, Passage(prompt), count) for prompt in prompts])
-        for count in (engine.block_length, 1, BLOCK)
-    )
-    return StreamedCheck(
-        weights=distance.largest,
-        worst=distance.worst,
-        engine=logit_distance(theirs, ours),
-        block=logit_distance(blocks, steps),
-        top1=float((theirs.argmax(-1) == ours.argmax(-1)).mean()),
-        positions=len(ours),
-    )
+    engine = LLAMACPP if path.is_file() else ONNXRUNTIME
+    check = FileCheck("target", engine, precision, checked_with=engine, weights_relative=0.0)
+    found = weights_of(path, ModelShape.from_config(read_config(model_folder)))
+    own = streamed_logits(_noted(check, found, Checkpoint(model_folder)), model_folder, prompts)
+    passages = [Passage(prompt) for prompt in prompts]
+    seen = compare_engine(check, partial(load_engine, engine, path, context, None), passages, own)
+    measure(check, seen, own, passages)
+    judge(check)
+    return check
 
 
-class _Distance:
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint, self.largest, self.worst = checkpoint, 0.0, ""
-
-    def watched(self, weights: Weights) -> Weights:
-        for name, tensor in weights:
-            difference = size = 0.0
-            at = 0
-            for piece in self.checkpoint.pieces(name):
-                part = tensor[at : at + len(piece)]
-                difference += float(np.square(part - piece, dtype=np.float64).sum())
-                size += float(np.square(piece, dtype=np.float64).sum())
-                at += len(piece)
-            error = relative(difference, size)
-            if np.isnan(error) or error > self.largest:
-                self.largest, self.worst = error, name
-            yield name, tensor
+def _noted(check: FileCheck, weights: Weights, checkpoint: Checkpoint) -> Weights:
+    """The same weights; how far each lies from the checkpoint's is noted as it passes."""
+    for name, tensor in weights:
+        difference = size = 0.0
+        at = 0
+        for piece in checkpoint.pieces(name):
+            part = tensor[at : at + len(piece)]
+            difference += float(np.square(part - piece, dtype=np.float64).sum())
+            size += float(np.square(piece, dtype=np.float64).sum())
+            at += len(piece)
+        note_weight(check, name, difference, size)
+        yield name, tensor
 
 
 @torch.inference_mode()
@@ -148,9 +128,3 @@ def _one_layer(model_folder: Path) -> tuple[Any, int]:
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[:1]
     return AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval(), config.num_hidden_layers
-
-
-def opened(path: Path, shape: ModelShape, context: int) -> tuple[Weights, Engine]:
-    """(weights, engine) of a GGUF file or an ONNX folder."""
-    engine = LLAMACPP if path.is_file() else ONNXRUNTIME
-    return weights_of(path, shape), load_engine(engine, path, context, None)
