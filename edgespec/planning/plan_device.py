@@ -22,7 +22,7 @@ from edgespec.planning.hardware import Hardware
 from edgespec.recipe.devices import Profile
 
 if TYPE_CHECKING:
-    from edgespec_runtime.chooser.pass_costs import Costs
+    from edgespec_runtime.chooser.pass_costs import CostsAt
 
 CONTEXT = 256
 """Tokens in the cache: an everyday chat's, where the doctor looks too."""
@@ -55,51 +55,14 @@ PAPER_TAU, PAPER_GAMMA = 2.3, 3
 class Way:
     """One way to run the pair. `measured`: the costs are measured ones, else a budget; `where`: of which measurement.
 
-    `byte_ratio`: c by the bytes a token reads; `context`: tokens in the cache that the figures hold for; `longest`: the longest
-    draft that will be chosen there (by default, the longest whose verification was measured).
+    `at`: what its passes cost; `byte_ratio`: c by the bytes a token reads.
     """
 
     name: str
     measured: bool
     where: str
-    costs: Costs
+    at: CostsAt
     byte_ratio: float
-    context: int
-    longest: int | None = None
-
-    @property
-    def most(self) -> int:
-        """The longest draft that comes into question."""
-        return self.costs.longest - 1 if self.longest is None else self.longest
-
-    @property
-    def plain_rate(self) -> float:
-        """Tokens a second of plain decoding."""
-        return 1.0 / self.costs.verify(1, self.context)
-
-    def speedup(self, rate: float, length: int) -> float:
-        from edgespec_runtime.chooser.pass_costs import speedup
-
-        return speedup(self.costs, rate, length, self.context)
-
-    def best(self, rate: float) -> tuple[int, float]:
-        """(best γ, its speed-up) at an acceptance rate; (0, 1.0) where no draft pays."""
-        lengths = range(self.most + 1)  # 0 first: it wins a tie
-        length = max(lengths, key=lambda length: self.speedup(rate, length))
-        return length, self.speedup(rate, length)
-
-    def break_even(self, length: int) -> float | None:
-        from edgespec_runtime.chooser.pass_costs import break_even
-
-        return break_even(self.costs, length, self.context)
-
-    def least(self, lengths: Sequence[int]) -> tuple[float, int] | None:
-        """(lowest break-even α, its γ); None where no draft ever pays."""
-        from edgespec_runtime.chooser.pass_costs import least_acceptance
-
-        return least_acceptance(
-            self.costs, self.context, [length for length in lengths if length <= self.most]
-        )
 
     def memory_bound(self, rate: float, length: int) -> float:
         """MBSU with c by bytes."""
@@ -151,7 +114,7 @@ def budget(
         draft_seconds=(seconds(drafter, 1),),
     )
     ratio = _byte_ratio(target, drafter, engine, precision)
-    return Way(f"{engine} {precision}", False, rates.source, table, ratio, CONTEXT, longest)
+    return Way(f"{engine} {precision}", False, rates.source, table.at(CONTEXT, longest), ratio)
 
 
 def measured(target: ModelShape, drafter: ModelShape) -> list[Way]:
@@ -160,13 +123,12 @@ def measured(target: ModelShape, drafter: ModelShape) -> list[Way]:
 
     ways = []
     for kept in kept_for(target, drafter):
-        context = min(kept.costs.contexts, key=lambda at: abs(at - CONTEXT))
         engine, precision = kept.subject.engine, kept.subject.precision
         # a type that costs.py does not know takes its bytes of both models' weights alike, as f16 does
         ratio = _byte_ratio(
             target, drafter, engine, precision if precision in costs.EXPORTED_BYTES else "f16"
         )
-        ways.append(Way(f"{engine} {precision}", True, kept.source, kept.costs, ratio, context))
+        ways.append(Way(f"{engine} {precision}", True, kept.source, kept.costs.nearest(CONTEXT), ratio))
     return ways
 
 
@@ -180,4 +142,4 @@ def _byte_ratio(target: ModelShape, drafter: ModelShape, engine: str, precision:
 
 def fastest(ways: Sequence[Way], rate: float) -> Way:
     """The way with the most tokens a second at an acceptance rate, each at its best γ."""
-    return max(ways, key=lambda way: way.best(rate)[1] * way.plain_rate)
+    return max(ways, key=lambda way: way.at.token_rate(rate))

@@ -143,15 +143,15 @@ def _storage(plan: Plan) -> str:
 
 def _way(plan: Plan, way: Way) -> str:
     """One engine and precision on the device: what each γ costs and gives."""
-    rows: list[tuple[str, ...]] = []
-    for length in [length for length in LENGTHS if length <= way.most]:
-        alpha = way.break_even(length)
+    at, rows = way.at, list[tuple[str, ...]]()
+    for length in [length for length in LENGTHS if length <= at.most]:
+        alpha = at.break_even(length)
         cells = [
-            f"{way.speedup(rate, length):.2f} ({way.memory_bound(rate, length):.2f})" for rate in plan.alphas
+            f"{at.speedup(rate, length):.2f} ({way.memory_bound(rate, length):.2f})" for rate in plan.alphas
         ]
         pays = "never" if alpha is None else f"{alpha:.2f}"
-        rows.append((f"γ = {length}", f"{way.costs.v(length + 1, way.context):.2f}", pays, *cells))
-    best = [way.best(rate) for rate in plan.alphas]
+        rows.append((f"γ = {length}", f"{at.v(length + 1):.2f}", pays, *cells))
+    best = [at.best(rate) for rate in plan.alphas]
     rows.append(("best", "", "", *(f"{gain:.2f} at γ = {length}" for length, gain in best)))
     headers = ("", "v(γ+1)", "break-even α", *(f"α = {rate:g}" for rate in plan.alphas))
     kind = (
@@ -161,8 +161,8 @@ def _way(plan: Plan, way: Way) -> str:
     )
     return "\n".join(
         [
-            f"On {plan.device}, {way.name}: {way.plain_rate:.3g} plain tokens a second, a drafter step costs "
-            f"{way.costs.c_t(way.context):.3f} of one.",
+            f"On {plan.device}, {way.name}: {at.plain_rate:.3g} plain tokens a second, a drafter step costs "
+            f"{at.c_t:.3f} of one.",
             kind,
             f"Speed-up over plain decoding; in brackets MBSU, what memory alone would allow (c by bytes {way.byte_ratio:.2%}):",
             table(headers, rows),
@@ -175,12 +175,13 @@ def verdict(plan: Plan) -> list[str]:
     rate = acceptance_rate_of(PAPER_TAU, PAPER_GAMMA)
     assert rate is not None
     way = fastest(plan.ways, rate)
-    length, gain = way.best(rate)
-    least = way.least(LENGTHS)
+    at = way.at
+    length, gain = at.best(rate)
+    least = at.least(LENGTHS)
     worth = "worth it" if gain >= WORTH else "hardly worth it" if gain >= HARDLY else "not worth it"
     answer = f"{'is' if plan.measured else 'looks'} {worth}"
     speed = (
-        f"at γ = {length} ({gain * way.plain_rate:.3g} tokens a second)" if length else "with no draft at all"
+        f"at γ = {length} ({gain * at.plain_rate:.3g} tokens a second)" if length else "with no draft at all"
     )
     lines = [
         f"Speculation {answer} on {plan.device}: at the acceptance of the paper's drafter (τ {PAPER_TAU} at γ = {PAPER_GAMMA}, "
@@ -256,26 +257,27 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _way_json(plan: Plan, way: Way) -> dict[str, Any]:
+    at = way.at
     return {
         "name": way.name,
         "measured": way.measured,
         "where": way.where,
-        "context": way.context,
+        "context": at.context,
         "c_by_bytes": way.byte_ratio,
-        "c_t": way.costs.c_t(way.context),
-        "plain_tokens_per_second": way.plain_rate,
+        "c_t": at.c_t,
+        "plain_tokens_per_second": at.plain_rate,
         "lengths": [
             {
                 "gamma": length,
-                "v": way.costs.v(length + 1, way.context),
-                "break_even_alpha": way.break_even(length),
+                "v": at.v(length + 1),
+                "break_even_alpha": at.break_even(length),
                 "tau": {str(rate): predicted_block_efficiency(rate, length) for rate in plan.alphas},
-                "speedup": {str(rate): way.speedup(rate, length) for rate in plan.alphas},
+                "speedup": {str(rate): at.speedup(rate, length) for rate in plan.alphas},
                 "mbsu": {str(rate): way.memory_bound(rate, length) for rate in plan.alphas},
             }
             for length in LENGTHS
         ],
         "best": {
-            str(rate): dict(zip(("gamma", "speedup"), way.best(rate), strict=True)) for rate in plan.alphas
+            str(rate): dict(zip(("gamma", "speedup"), at.best(rate), strict=True)) for rate in plan.alphas
         },
     }

@@ -122,18 +122,19 @@ def _way(way: Fields, alpha: float | None) -> Way:
         Difference(difference.number("largest") or 0.0, changed or 0, positions or 0),
         way.flag("fast_graph") or False,
     )
-    plain = 1.0 / variant.step_seconds
+    at = variant.at
+    plain = at.plain_rate
     cells = [
         Cell(variant.name),
         rate(plain),
-        number(known.v(2, variant.context)),
-        number(known.v(4, variant.context)),
-        number(known.c_t(variant.context)),
+        number(at.v(2)),
+        number(at.v(4)),
+        number(at.c_t),
         flips(changed, positions),
     ]
     if alpha is None:
         return Way(variant.name, plain, None, cells)
-    length, gain = variant.best(alpha)
+    length, gain = at.best(alpha)
     cells += [Cell(str(length)), number(gain), rate(plain * gain)]
     return Way(variant.name, plain, plain * gain, cells)
 

@@ -66,8 +66,8 @@ def test_verdicts_follow_the_figures(tmp_path: Path) -> None:
     assert rate == pytest.approx(0.636, abs=0.001)
     one = profiles()["raspberry-pi"]
     way = budget(TARGET, DRAFTER, one.engine, one.target, rates_of_profile(one, 0.6), one.max_draft_length)
-    word = "looks worth it" if way.best(rate)[1] >= 1.3 else "looks hardly worth it"
-    if way.best(rate)[1] < 1.05:
+    word = "looks worth it" if way.at.best(rate)[1] >= 1.3 else "looks hardly worth it"
+    if way.at.best(rate)[1] < 1.05:
         word = "looks not worth it"
     assert word in pi["verdict"][0]
     assert gains["0.8"]["speedup"] >= gains["0.5"]["speedup"]

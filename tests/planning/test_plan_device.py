@@ -36,12 +36,12 @@ def test_a_budget_without_arithmetic_is_mbsu() -> None:
     """With infinite arithmetic every pass costs one reading: the measured-cost formula and MBSU are the same up to the cache."""
     way = budget(TARGET, DRAFTER, "llama.cpp", "q8_0", DeviceRates(1e11, float("inf"), ""))
     for length in LENGTHS:
-        assert way.costs.v(length + 1, CONTEXT) == 1.0
-        assert way.speedup(0.7, length) == pytest.approx(way.memory_bound(0.7, length), rel=0.01)
+        assert way.at.v(length + 1) == 1.0
+        assert way.at.speedup(0.7, length) == pytest.approx(way.memory_bound(0.7, length), rel=0.01)
     assert way.byte_ratio == pytest.approx(DRAFTER.streamed_parameters / TARGET.streamed_parameters)
     weights = costs.exported_bytes(TARGET, "q8_0", streamed=True)
     cache = 2 * CONTEXT * costs.cache_values(TARGET)
-    assert way.plain_rate == pytest.approx(1e11 / (weights + cache), rel=1e-6)
+    assert way.at.plain_rate == pytest.approx(1e11 / (weights + cache), rel=1e-6)
 
 
 def test_a_head_is_counted_in_int8_whatever_its_target_is_in() -> None:
@@ -54,27 +54,27 @@ def test_a_head_is_counted_in_int8_whatever_its_target_is_in() -> None:
 def test_a_budget_without_bandwidth_never_pays() -> None:
     """Where products bind, a pass of n tokens costs n steps: nothing is gained."""
     way = budget(TARGET, DRAFTER, "llama.cpp", "q4_0", DeviceRates(1e18, 1e12, ""))
-    assert way.costs.v(4, CONTEXT) == pytest.approx(4.0, rel=1e-6)
-    assert [way.break_even(length) for length in LENGTHS] == [None] * len(LENGTHS)
-    assert (way.least(LENGTHS), way.best(0.99)) == (None, (0, 1.0))
+    assert way.at.v(4) == pytest.approx(4.0, rel=1e-6)
+    assert [way.at.break_even(length) for length in LENGTHS] == [None] * len(LENGTHS)
+    assert (way.at.least(LENGTHS), way.at.best(0.99)) == (None, (0, 1.0))
 
 
 def test_drafts_stay_within_a_devices_limit() -> None:
     free = budget(TARGET, DRAFTER, "llama.cpp", "q4_0", DeviceRates(1e10, float("inf"), ""))
-    tied = replace(free, longest=2)
-    assert free.best(0.8)[0] > 4
-    assert tied.best(0.8) == (2, free.speedup(0.8, 2))
-    alone = tied.least((3, 4, 5))
+    tied = budget(TARGET, DRAFTER, "llama.cpp", "q4_0", DeviceRates(1e10, float("inf"), ""), 2)
+    assert free.at.best(0.8)[0] > 4
+    assert tied.at.best(0.8) == (2, free.at.speedup(0.8, 2))
+    alone = tied.at.least((3, 4, 5))
     assert alone is None
 
 
 def test_break_even_is_where_the_speedup_is_one() -> None:
     way = budget(TARGET, DRAFTER, "onnxruntime", "int4", DeviceRates(5e10, 5e11, ""))
     for length in LENGTHS:
-        alpha = way.break_even(length)
+        alpha = way.at.break_even(length)
         assert alpha is not None
-        assert way.speedup(alpha, length) == pytest.approx(1.0, abs=1e-4)
-    assert way.least(LENGTHS) == min((way.break_even(length), length) for length in LENGTHS)
+        assert way.at.speedup(alpha, length) == pytest.approx(1.0, abs=1e-4)
+    assert way.at.least(LENGTHS) == min((way.at.break_even(length), length) for length in LENGTHS)
 
 
 def test_every_profile_has_its_arithmetic() -> None:
@@ -95,8 +95,8 @@ def test_measured_costs_go_before_a_budget(
         shapes = {"target": outline(target), "drafter": outline(DRAFTER)}
         store_costs(Subject(shapes, {}, "onnxruntime", "int4", 2, None, 512), table, seconds=5.0)
     [way] = measured(TARGET, DRAFTER)
-    assert (way.measured, way.costs, way.context) == (True, table, 200)
-    assert way.speedup(0.7, 3) == pytest.approx((1 - 0.7**4) / 0.3 / (3 * 0.02 + 1.3))
+    assert (way.measured, way.at.costs, way.at.context) == (True, table, 200)
+    assert way.at.speedup(0.7, 3) == pytest.approx((1 - 0.7**4) / 0.3 / (3 * 0.02 + 1.3))
     out = planned(capsys, *PAPER)
     assert "Measured: 2 threads" in out
     assert "Speculation is " in out
@@ -123,7 +123,7 @@ def test_costs_of_a_file_type_that_the_plan_does_not_know(
     table = Costs((200,), ((0.1,) * 8,), (0.002,))
     store_costs(Subject(shapes, {}, "llama.cpp", "q5_k_s", 2, None, 512), table, seconds=5.0)
     [way] = measured(TARGET, DRAFTER)
-    assert (way.name, way.costs) == ("llama.cpp q5_k_s", table)
+    assert (way.name, way.at.costs) == ("llama.cpp q5_k_s", table)
     assert way.byte_ratio == pytest.approx(DRAFTER.streamed_parameters / TARGET.streamed_parameters)
 
 
@@ -137,11 +137,11 @@ def test_what_doctor_keeps_is_found(both: Path, monkeypatch: pytest.MonkeyPatch,
     finally:
         pair.close()
     found = measured(*shapes)
-    assert [(way.name, way.costs.draft_seconds) for way in found] == [("llama.cpp q8_0", (0.001,))]
+    assert [(way.name, way.at.costs.draft_seconds) for way in found] == [("llama.cpp q8_0", (0.001,))]
 
 
 def test_fastest_counts_tokens_and_not_ratios() -> None:
     slow = budget(TARGET, DRAFTER, "llama.cpp", "f16", DeviceRates(1e10, float("inf"), ""))
     quick = budget(TARGET, DRAFTER, "llama.cpp", "q4_0", DeviceRates(1e10, 1e11, ""))
-    assert slow.best(0.7)[1] > quick.best(0.7)[1]
+    assert slow.at.best(0.7)[1] > quick.at.best(0.7)[1]
     assert fastest([slow, quick], 0.7) is quick

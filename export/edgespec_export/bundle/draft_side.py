@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.chooser.pass_costs import best_draft_length
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.progress import progress
@@ -124,9 +123,8 @@ def speed_of(
     with ExitStack() as opened:
         models = open_models(target, drafter, parameters, subset, opened, fast=fast)
         costs = calibrate(*models, how, LONGEST)
-    context = costs.contexts[0]
-    plain = 1 / costs.verify(1, context)
-    return costs.draft(context), plain, plain * best_draft_length(costs, alpha, context)[1]
+    at = costs.at(costs.contexts[0])
+    return costs.draft(at.context), at.plain_rate, at.token_rate(alpha)
 
 
 def _beside(

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec.core import __version__
-from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, predicted_speedup, ratio_of_sums, summed
+from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, ratio_of_sums, summed
 from edgespec.core.table import count, interval, table
 from edgespec_runtime.bench.report import Interval
-from edgespec_runtime.chooser.pass_costs import Costs, least_acceptance
+from edgespec_runtime.chooser.pass_costs import Costs, CostsAt
 from edgespec_runtime.engines.exactness import EXACT
 
 Trace = tuple[float, ...]  # acceptance rate at each position of a block; the last one goes on
@@ -111,13 +111,13 @@ def _row(section: Section, arm: Arm, plain: dict[int, RawCounts]) -> Row:
         """Median over rounds, each against the plain run of its round."""
         return median([seconds(run.counts) / _pass_seconds(plain[run.round]) for run in runs])
 
-    context = section.costs.contexts[0]
-    draft_cost = section.costs.c_t(context)
+    at = section.costs.at(section.costs.contexts[0])
+    draft_cost = at.c_t
     if all(one.drafted for one in counts):
         draft_cost = in_plain_steps(lambda counts: counts.draft_seconds / counts.drafted)
     efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
     length = total.drafted / total.blocks
-    best, predicted = best_of_trace(section.costs, arm.trace, context)
+    best, predicted = best_of_trace(at, arm.trace)
     ratios = [run.counts.token_rate / plain[run.round].token_rate for run in runs]
     return Row(
         arm=arm,
@@ -135,19 +135,18 @@ def _row(section: Section, arm: Arm, plain: dict[int, RawCounts]) -> Row:
     )
 
 
-def best_of_trace(costs: Costs, trace: Trace, context: int) -> tuple[int, float]:
+def best_of_trace(at: CostsAt, trace: Trace) -> tuple[int, float]:
     """(γ, its predicted speed-up) for acceptance rates by position; (0, 1.0) where no draft pays.
 
     τ(γ) = 1 + Σ_j Π_{i ≤ j} α_i: the j-th draft token stays where all up to it do.
     """
     stays = efficiency = 1.0
     speedups = [1.0]
-    for length in range(1, costs.longest):
+    for length in range(1, at.most + 1):
         stays *= trace[min(length, len(trace)) - 1]
         efficiency += stays
-        passed = costs.v(costs.cheapest_length(length + 1, context), context)
-        speedups.append(predicted_speedup(efficiency, length, costs.c_t(context), passed))
-    best = max(range(costs.longest), key=speedups.__getitem__)
+        speedups.append(efficiency / at.block(length))
+    best = max(range(at.most + 1), key=speedups.__getitem__)
     return best, speedups[best]
 
 
@@ -231,14 +230,14 @@ def _cost_table(rows: Sequence[Row], markdown: bool) -> str:
 
 
 def _passes(costs: Costs) -> str:
-    context = costs.contexts[0]
-    passes = ", ".join(f"v({n}) {costs.v(n, context):.2f}" for n in range(2, costs.longest + 1))
-    return f"Costs measured beforehand, in plain steps: c_t {costs.c_t(context):.3f}, {passes}."
+    at = costs.at(costs.contexts[0])
+    passes = ", ".join(f"v({n}) {at.v(n):.2f}" for n in range(2, costs.longest + 1))
+    return f"Costs measured beforehand, in plain steps: c_t {at.c_t:.3f}, {passes}."
 
 
 def _verdict(costs: Costs) -> str:
     """The lowest α at which some draft length pays."""
-    least = least_acceptance(costs, costs.contexts[0], range(1, costs.longest))
+    least = costs.at(costs.contexts[0]).least(range(1, costs.longest))
     if least is None:
         return "By these costs no acceptance rate makes speculation pay here."
     return f"By these costs speculation pays from α = {least[0]:.2f} on (γ = {least[1]} there)."

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from edgespec.core.errors import InputError
-from edgespec.core.metrics import acceptance_rate_of, predicted_block_efficiency, predicted_speedup
+from edgespec.core.metrics import acceptance_rate_of, predicted_block_efficiency
 
 LONGEST_PASS = 16  # tokens: at an acceptance rate of 0.8, a 16th draft token would stay in 3 % of the blocks
 PADDING_GAIN = 0.05  # share that a longer pass must save, or it is not made: less is noise of the measurement
@@ -117,30 +117,58 @@ class Costs:
         """Length of the pass to make for n tokens: n, or the cheapest longer one where padding saves time."""
         return self.row(context).size[n - 1] if n <= self.longest else n
 
+    def at(self, context: int, most: int | None = None) -> CostsAt:
+        """What follows from them at one context, for drafts of at most `most` tokens; None: those that a pass can verify."""
+        return CostsAt(self, context, self.longest - 1 if most is None else most)
 
-def speedup(costs: Costs, acceptance_rate: float, draft_length: int, context: int) -> float:
-    """Predicted token rate over that of plain decoding at α, γ and a context; 1 at γ = 0."""
-    if draft_length == 0:
-        return 1.0
-    efficiency = predicted_block_efficiency(acceptance_rate, draft_length)
-    verify_cost = costs.v(costs.cheapest_length(draft_length + 1, context), context)
-    return predicted_speedup(efficiency, draft_length, costs.c_t(context), verify_cost)
-
-
-def break_even(costs: Costs, draft_length: int, context: int) -> float | None:
-    """The α at which drafts of γ ≥ 1 neither gain nor lose; None where no α below 1 reaches that."""
-    passed = costs.v(costs.cheapest_length(draft_length + 1, context), context)
-    return acceptance_rate_of(draft_length * costs.c_t(context) + passed, draft_length)
+    def nearest(self, context: int) -> CostsAt:
+        """The same at the measured context nearest to this one."""
+        return self.at(min(self.contexts, key=lambda measured: abs(measured - context)))
 
 
-def least_acceptance(costs: Costs, context: int, lengths: Iterable[int]) -> tuple[float, int] | None:
-    """(the lowest α that pays at one of these γ, that γ); None where no α below 1 does."""
-    found = ((break_even(costs, length, context), length) for length in lengths)
-    return min(((alpha, length) for alpha, length in found if alpha is not None), default=None)
+@dataclass(frozen=True)
+class CostsAt:
+    """Costs at one context and what follows from them; `most`: the longest draft that comes into question."""
 
+    costs: Costs
+    context: int
+    most: int
 
-def best_draft_length(costs: Costs, acceptance_rate: float, context: int) -> tuple[int, float]:
-    """(γ, its predicted speed-up); (0, 1.0) where no draft pays."""
-    lengths = range(costs.longest)  # γ = 0 first: it wins a tie
-    best = max(lengths, key=lambda length: speedup(costs, acceptance_rate, length, context))
-    return best, speedup(costs, acceptance_rate, best, context)
+    @property
+    def plain_rate(self) -> float:
+        """Tokens a second of plain decoding."""
+        return 1.0 / self.costs.verify(1, self.context)
+
+    @property
+    def c_t(self) -> float:
+        return self.costs.c_t(self.context)
+
+    def v(self, n: int) -> float:
+        return self.costs.v(n, self.context)
+
+    def block(self, length: int) -> float:
+        """Plain steps that a draft of γ tokens and the cheapest pass that verifies it take."""
+        return length * self.c_t + self.v(self.costs.cheapest_length(length + 1, self.context))
+
+    def speedup(self, rate: float, length: int) -> float:
+        """Predicted token rate over that of plain decoding at α and γ; 1 at γ = 0."""
+        return predicted_block_efficiency(rate, length) / self.block(length) if length else 1.0
+
+    def best(self, rate: float) -> tuple[int, float]:
+        """(γ, its predicted speed-up) at α; (0, 1.0) where no draft pays."""
+        lengths = range(self.most + 1)  # γ = 0 first: it wins a tie
+        length = max(lengths, key=lambda length: self.speedup(rate, length))
+        return length, self.speedup(rate, length)
+
+    def token_rate(self, rate: float) -> float:
+        """Predicted tokens a second at the best γ."""
+        return self.best(rate)[1] * self.plain_rate
+
+    def break_even(self, length: int) -> float | None:
+        """The α at which drafts of γ ≥ 1 neither gain nor lose; None where no α below 1 reaches that."""
+        return acceptance_rate_of(self.block(length), length)
+
+    def least(self, lengths: Iterable[int]) -> tuple[float, int] | None:
+        """(the lowest α that pays at one of these γ, that γ); None where no α below 1 does."""
+        found = ((self.break_even(length), length) for length in lengths if length <= self.most)
+        return min(((alpha, length) for alpha, length in found if alpha is not None), default=None)

@@ -98,7 +98,7 @@ def examine(options: Options) -> Findings:
         device=this_device(),
         bandwidth=bandwidth,
         threads=pair.threads,
-        streamed=_streamed_bytes(pair, chosen.context),
+        streamed=_streamed_bytes(pair, chosen.at.context),
         byte_ratio=pair.cost_ratios["bytes"],
         chosen=chosen,
         others=others,
@@ -157,7 +157,7 @@ def _others(
             ways += [replace(way, mode=EXACT), replace(way, mode=FAST)]
     found: list[Variant] = []
     seen = {(chosen.engine, chosen.precision, chosen.flash_attention, chosen.fast_graph)}
-    how = CalibrateOptions(OTHERS * options.seconds / max(1, len(ways)), (chosen.context,))
+    how = CalibrateOptions(OTHERS * options.seconds / max(1, len(ways)), (chosen.at.context,))
     for way in ways:
         if (way.engine, way.precision, way.flash_attention, way.mode == FAST) in seen:
             continue

@@ -12,13 +12,7 @@ from edgespec.core.options import as_flags
 from edgespec.core.table import table
 from edgespec_runtime.bench.report import block_cause
 from edgespec_runtime.chooser.expected_acceptance import Acceptance
-from edgespec_runtime.chooser.pass_costs import (
-    Costs,
-    best_draft_length,
-    break_even,
-    least_acceptance,
-    speedup,
-)
+from edgespec_runtime.chooser.pass_costs import Costs, CostsAt
 from edgespec_runtime.doctor.block_difference import Difference
 from edgespec_runtime.engines.device import Device
 from edgespec_runtime.engines.exactness import FAST
@@ -43,26 +37,14 @@ class Variant:
     fast_graph: bool = False
 
     @property
-    def context(self) -> int:
-        """The measured context nearest to that of an everyday chat."""
-        return min(self.costs.contexts, key=lambda context: abs(context - USUAL_CONTEXT))
-
-    @property
-    def step_seconds(self) -> float:
-        return self.costs.verify(1, self.context)
+    def at(self) -> CostsAt:
+        """Its costs in an everyday chat."""
+        return self.costs.nearest(USUAL_CONTEXT)
 
     @property
     def name(self) -> str:
         flash = {None: "", True: ", flash attention", False: ", no flash attention"}[self.flash_attention]
         return f"{self.engine} {self.precision}{flash}{', fast mode' if self.fast_graph else ''}"
-
-    def best(self, rate: float) -> tuple[int, float]:
-        """(best γ, predicted speed-up) at an acceptance rate."""
-        return best_draft_length(self.costs, rate, self.context)
-
-    def token_rate(self, rate: float) -> float:
-        """Predicted tokens per second at the best γ."""
-        return self.best(rate)[1] / self.step_seconds
 
 
 @dataclass(frozen=True)
@@ -127,21 +109,20 @@ def draft_length_table(
 
     Beside them what each known α gives, and what memory alone would allow (MBSU).
     """
-    costs, context = chosen.costs, chosen.context
-    headers = ["", *(f"v at {at}" for at in costs.contexts), "pass", "cost", "break-even α"]
+    costs, at = chosen.costs, chosen.at
+    headers = ["", *(f"v at {context}" for context in costs.contexts), "pass", "cost", "break-even α"]
     for known in acceptances:
         headers += [f"x plain, {known.where}", "MBSU"]
     rows = []
     for length in range(1, costs.longest):
-        size, needed = costs.cheapest_length(length + 1, context), break_even(costs, length, context)
+        size, needed = costs.cheapest_length(length + 1, at.context), at.break_even(length)
         padded = f"{length + 1} -> {size}" if size > length + 1 else str(size)
-        cost = length * costs.c_t(context) + costs.v(size, context)
-        row = [f"γ = {length}", *(f"{costs.v(length + 1, at):.2f}" for at in costs.contexts)]
-        row += [padded, f"{cost:.2f}", "none" if needed is None else f"{needed:.2f}"]
+        row = [f"γ = {length}", *(f"{costs.v(length + 1, context):.2f}" for context in costs.contexts)]
+        row += [padded, f"{at.block(length):.2f}", "none" if needed is None else f"{needed:.2f}"]
         for known in acceptances:
             efficiency = predicted_block_efficiency(known.rate, length)
             row += [
-                f"{speedup(costs, known.rate, length, context):.2f}",
+                f"{at.speedup(known.rate, length):.2f}",
                 f"{mbsu(efficiency, length, byte_ratio):.2f}",
             ]
         rows.append(row)
@@ -153,19 +134,19 @@ def variant_table(findings: Findings, *, markdown: bool = False) -> str:
     rate = findings.acceptances[0].rate if findings.acceptances else None
     rows = []
     for variant in (findings.chosen, *findings.others):
-        costs, context = variant.costs, variant.context
+        at = variant.at
         row = [
             variant.name,
-            f"{1 / variant.step_seconds:.0f}",
-            f"{costs.v(2, context):.2f}",
-            f"{costs.v(4, context):.2f}",
-            f"{costs.c_t(context):.2f}",
+            f"{at.plain_rate:.0f}",
+            f"{at.v(2):.2f}",
+            f"{at.v(4):.2f}",
+            f"{at.c_t:.2f}",
             f"{variant.difference.largest:.1g}",
             f"{variant.difference.flips}/{variant.difference.positions}",
         ]
         if rate is not None:
-            length, gain = variant.best(rate)
-            row += [str(length), f"{gain:.2f}", f"{variant.token_rate(rate):.0f}"]
+            length, gain = at.best(rate)
+            row += [str(length), f"{gain:.2f}", f"{at.token_rate(rate):.0f}"]
         rows.append(row)
     headers = ["", "plain tok/s", "v(2)", "v(4)", "c_t", "block diff", "flips"]
     headers += ["best γ", "x plain", "tok/s"] if rate is not None else []
@@ -184,13 +165,12 @@ def thread_table(counts: Sequence[Threads], *, markdown: bool = False) -> str:
 
 def limit(findings: Findings) -> str:
     """Which limit binds a plain step: memory, arithmetic, or what a pass costs whatever it holds."""
-    chosen = findings.chosen
-    costs, context, seconds = chosen.costs, chosen.context, chosen.step_seconds
-    rate, bandwidth = findings.streamed / seconds, findings.bandwidth
-    few = min(FEW, costs.longest)
-    further = (costs.v(few, context) - 1) / max(1, few - 1)
+    at = findings.chosen.at
+    rate, bandwidth = findings.streamed * at.plain_rate, findings.bandwidth
+    few = min(FEW, at.costs.longest)
+    further = (at.v(few) - 1) / max(1, few - 1)
     used = (
-        f"a step of {1e3 * seconds:.3g} ms reads {findings.streamed / 1e6:.3g} MB, {rate / 1e9:.3g} GB/s where memory "
+        f"a step of {1e3 / at.plain_rate:.3g} ms reads {findings.streamed / 1e6:.3g} MB, {rate / 1e9:.3g} GB/s where memory "
         f"gives {bandwidth / 1e9:.3g}; each further token in a pass costs {max(0.0, further):.2f} steps"
     )
     if further >= STEEP:
@@ -206,7 +186,7 @@ def diagnosis(findings: Findings) -> list[str]:
     """For every known α one sentence: what the best γ should give, or why none pays."""
     chosen = findings.chosen
     if not findings.acceptances:
-        least = least_acceptance(chosen.costs, chosen.context, range(1, chosen.costs.longest))
+        least = chosen.at.least(range(1, chosen.costs.longest))
         if least is None:
             return ["Speculation cannot pay here, whatever the drafter: no α below 1 breaks even."]
         return [f"The bundle does not say its α; drafts pay where it is above {least[0]:.2f}."]
@@ -214,22 +194,22 @@ def diagnosis(findings: Findings) -> list[str]:
 
 
 def _diagnosed(chosen: Variant, known: Acceptance, findings: Findings) -> str:
-    costs, context, rate = chosen.costs, chosen.context, known.rate
-    length, gain = chosen.best(rate)
+    at, rate = chosen.at, known.rate
+    length, gain = at.best(rate)
     where = f"{known.where}, α = {rate:.2f}"
     if length:
-        needed = break_even(costs, length, context)
+        needed = at.break_even(length)
         margin = f"it pays down to α = {needed:.2f}" if needed else "it pays at any α"
         word = "should pay" if gain >= CLEARLY else "makes little difference"
         return f"Speculation {word} ({where}): {gain:.2f}x plain decoding at γ = {length}; {margin}."
-    drafts = range(1, costs.longest)
+    drafts = range(1, at.most + 1)
     if not drafts:
         return "Speculation cannot run: the context has no room for a draft."
-    best = max(drafts, key=lambda draft: speedup(costs, rate, draft, context))
-    predicted = speedup(costs, rate, best, context)
-    verify_cost = costs.v(costs.cheapest_length(best + 1, context), context)
+    best = max(drafts, key=lambda draft: at.speedup(rate, draft))
+    predicted = at.speedup(rate, best)
+    verify_cost = at.v(at.costs.cheapest_length(best + 1, at.context))
     efficiency = predicted_block_efficiency(rate, best)
-    cause = block_cause(rate, efficiency, best, costs.c_t(context), verify_cost)
+    cause = block_cause(rate, efficiency, best, at.c_t, verify_cost)
     says = (
         f"Speculation does not pay ({where}): {predicted:.2f}x plain decoding at best, at γ = {best}. {cause}"
     )
@@ -240,8 +220,8 @@ def _exactness_costs(chosen: Variant, length: int, others: Sequence[Variant]) ->
     """What the exact mode is part of the cause of: the same file in the other mode verifies clearly faster."""
     for other in others:
         same = (other.engine, other.precision) == (chosen.engine, chosen.precision)
-        mine = chosen.costs.verify(length + 1, chosen.context)
-        theirs = other.costs.verify(length + 1, other.context)
+        mine = chosen.costs.verify(length + 1, chosen.at.context)
+        theirs = other.costs.verify(length + 1, other.at.context)
         if same and mine > CLEARLY * theirs and other.difference.flips > chosen.difference.flips:
             return (
                 f" Exactness is part of it: {other.name} verifies in {theirs / mine:.0%} of the time and changes "
@@ -259,17 +239,17 @@ def advice(findings: Findings) -> list[str]:
     if not findings.acceptances:
         return [f"edgespec bench {bundle}{flags}    # measures α and the speed-up"]
     rate = findings.acceptances[0].rate
-    length, gain = chosen.best(rate)
+    length, gain = chosen.at.best(rate)
     how = f" --draft-length {length}" if length else " --no-draft"
-    said = f"predicted {chosen.token_rate(rate):.0f} tok/s"
+    said = f"predicted {chosen.at.token_rate(rate):.0f} tok/s"
     said += f", {gain:.2f}x plain decoding" if length else ""
     if chosen.difference.flips:
         said += "; not exact: a block can change a greedy reply"
     lines = [f"edgespec chat {bundle}{flags}{how}    # {said}"]
     if length:
         lines.append(f"edgespec bench {bundle}{flags}    # measures what is predicted here")
-    fastest = max((chosen, *findings.others), key=lambda variant: variant.token_rate(rate))
-    times = fastest.token_rate(rate) / chosen.token_rate(rate)
+    fastest = max((chosen, *findings.others), key=lambda variant: variant.at.token_rate(rate))
+    times = fastest.at.token_rate(rate) / chosen.at.token_rate(rate)
     if times > CLEARLY:
         other = {**findings.asked, "engine": fastest.engine, "precision": fastest.precision}
         other["flash_attention"] = fastest.flash_attention
@@ -305,7 +285,7 @@ def text(findings: Findings, *, markdown: bool = False) -> str:
         f"{findings.target} with {findings.drafter}: {chosen.name}, {findings.threads} "
         f"thread{'s' * (findings.threads != 1)}\n{device}; reads {findings.bandwidth / 1e9:.1f} GB/s",
         f"Single steps ({source})\n\n" + cost_table(chosen.costs, markdown=markdown),
-        f"Draft lengths: v = a pass of γ + 1 tokens in plain steps; the rest at a context of {chosen.context}\n\n"
+        f"Draft lengths: v = a pass of γ + 1 tokens in plain steps; the rest at a context of {chosen.at.context}\n\n"
         + draft_length_table(chosen, findings.acceptances, findings.byte_ratio, markdown=markdown),
     ]
     if findings.others:
@@ -325,23 +305,18 @@ def text(findings: Findings, *, markdown: bool = False) -> str:
 
 def as_json(findings: Findings) -> dict[str, Any]:
     """Everything measured, then what is derived from it."""
-    chosen = findings.chosen
-    costs, context = chosen.costs, chosen.context
-    drafts = range(1, costs.longest)
+    costs, usual = findings.chosen.costs, findings.chosen.at
     return {
         **asdict(findings),
         "derived": {
-            "context": context,
+            "context": usual.context,
             "v": {str(at): [costs.v(n, at) for n in range(1, costs.longest + 1)] for at in costs.contexts},
             "c_t": {str(at): costs.c_t(at) for at in costs.contexts},
-            "break_even": {str(length): break_even(costs, length, context) for length in drafts},
+            "break_even": {str(length): usual.break_even(length) for length in range(1, costs.longest)},
             "best": [
-                {
-                    "where": known.where,
-                    "draft_length": chosen.best(known.rate)[0],
-                    "speedup": chosen.best(known.rate)[1],
-                }
+                {"where": known.where, "draft_length": length, "speedup": gain}
                 for known in findings.acceptances
+                for length, gain in [usual.best(known.rate)]
             ],
             "limit": limit(findings),
             "diagnosis": diagnosis(findings),

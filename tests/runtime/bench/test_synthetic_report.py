@@ -14,7 +14,7 @@ from edgespec_runtime.bench.synthetic_report import (
     rows_of,
     text,
 )
-from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length
+from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.engines.exactness import EXACT, FAST
 
 from edgespec.core.metrics import RawCounts, mbsu
@@ -72,9 +72,10 @@ def test_rates_by_position_have_a_best_draft_of_their_own() -> None:
     (row,) = rows_of(replace(section, costs=costs, runs=runs))
     assert (row.best_draft_length, row.predicted) == (1, pytest.approx(1.9 / 1.15))
     for rate in (0.05, 0.3, 0.8, 1.0):  # one rate that goes on
-        best = best_draft_length(section.costs, rate, 50)
-        assert best_of_trace(section.costs, (rate,), 50) == (best[0], pytest.approx(best[1]))
-        assert best_of_trace(section.costs, (rate, rate), 50) == (best[0], pytest.approx(best[1]))
+        at = section.costs.at(50)
+        best = at.best(rate)
+        assert best_of_trace(at, (rate,)) == (best[0], pytest.approx(best[1]))
+        assert best_of_trace(at, (rate, rate)) == (best[0], pytest.approx(best[1]))
 
 
 def test_a_schedule_that_never_drafts_still_has_a_row() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length, break_even, speedup
+from edgespec_runtime.chooser.pass_costs import Costs
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import predicted_block_efficiency
@@ -75,35 +75,35 @@ def test_a_row_is_the_table_at_one_context() -> None:
 
 def test_speedup_is_the_formula_with_the_cheaper_pass() -> None:
     costs = made_up(SAW, 0.02)
-    assert speedup(costs, 0.7, 3, 64) == pytest.approx(predicted_block_efficiency(0.7, 3) / (0.06 + 1.40))
-    assert speedup(costs, 0.7, 2, 64) == pytest.approx(predicted_block_efficiency(0.7, 2) / (0.04 + 1.40))
-    assert speedup(costs, 0.7, 0, 64) == 1.0
+    assert costs.at(64).speedup(0.7, 3) == pytest.approx(predicted_block_efficiency(0.7, 3) / (0.06 + 1.40))
+    assert costs.at(64).speedup(0.7, 2) == pytest.approx(predicted_block_efficiency(0.7, 2) / (0.04 + 1.40))
+    assert costs.at(64).speedup(0.7, 0) == 1.0
 
 
 @pytest.mark.parametrize(("c_t", "v2"), [(0.1, 1.2), (0.02, 1.05), (0.4, 1.5)])
 def test_break_even_of_one_draft_token_is_known_in_closed_form(c_t: float, v2: float) -> None:
     """γ = 1: (1 + α) / (c_t + v(2)) = 1."""
     costs = made_up((1.0, v2), c_t)
-    assert break_even(costs, 1, 64) == pytest.approx(c_t + v2 - 1.0, abs=1e-5)
+    assert costs.at(64).break_even(1) == pytest.approx(c_t + v2 - 1.0, abs=1e-5)
 
 
 def test_break_even_at_its_ends() -> None:
-    assert break_even(made_up((1.0, 1.9), 0.1), 1, 64) is None  # even α = 1 gives 2 tokens for 2 steps
-    assert break_even(made_up((1.0, 0.8), 0.1), 1, 64) == 0.0
+    assert made_up((1.0, 1.9), 0.1).at(64).break_even(1) is None  # even α = 1 gives 2 tokens for 2 steps
+    assert made_up((1.0, 0.8), 0.1).at(64).break_even(1) == 0.0
     costs = made_up(SAW, 0.02)
     for length in range(1, 8):
-        needed = break_even(costs, length, 64)
+        needed = costs.at(64).break_even(length)
         assert needed is not None
-        assert speedup(costs, needed, length, 64) == pytest.approx(1.0, abs=1e-4)
+        assert costs.at(64).speedup(needed, length) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_the_best_draft_length_is_zero_where_nothing_pays() -> None:
-    assert best_draft_length(made_up((1.0, 2.0, 3.0, 4.0), 0.0), 0.9, 64) == (0, 1.0)
-    assert best_draft_length(made_up(SAW, 0.02), 0.05, 64) == (0, 1.0)
-    assert best_draft_length(made_up((1.0,), 0.0), 0.9, 64) == (0, 1.0)  # no room for a draft
-    length, gain = best_draft_length(made_up(SAW, 0.02), 0.7, 64)
+    assert made_up((1.0, 2.0, 3.0, 4.0), 0.0).at(64).best(0.9) == (0, 1.0)
+    assert made_up(SAW, 0.02).at(64).best(0.05) == (0, 1.0)
+    assert made_up((1.0,), 0.0).at(64).best(0.9) == (0, 1.0)  # no room for a draft
+    length, gain = made_up(SAW, 0.02).at(64).best(0.7)
     assert (length, gain) == (3, pytest.approx(2.533 / 1.46))
-    assert best_draft_length(made_up((1.0,) * 16, 0.0), 0.9, 64)[0] == 15
+    assert made_up((1.0,) * 16, 0.0).at(64).best(0.9)[0] == 15
 
 
 def test_of_equally_cheap_passes_the_shortest_is_made() -> None:

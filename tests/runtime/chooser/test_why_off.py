@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from edgespec_runtime.chooser.adaptive import LONGEST_REST, AdaptiveSchedule, why_off
-from edgespec_runtime.chooser.pass_costs import Costs, break_even, speedup
+from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.schedule import Outcome
 from simulated_machine import FLAT, STEEP, costs_of
 
@@ -29,11 +29,11 @@ def resting(costs: Costs, rate: float, blocks: int = 3) -> AdaptiveSchedule:
 def test_what_is_needed_is_the_least_break_even_of_the_table(rate: float, draft: float) -> None:
     """What it has is as the bundle's evaluation says: nothing was tried yet."""
     costs = costs_of(STEEP, draft)
-    needed = {length: break_even(costs, length, CONTEXT) or 1.0 for length in range(1, 9)}
+    needed = {length: costs.at(CONTEXT).break_even(length) or 1.0 for length in range(1, 9)}
     length = min(needed, key=needed.__getitem__)
     cost = length * draft + costs.v(length + 1, CONTEXT)
     assert rate < needed[length] == pytest.approx(0.6 + draft, abs=1e-4)
-    assert speedup(costs, needed[length], length, CONTEXT) == pytest.approx(1.0, abs=1e-4)
+    assert costs.at(CONTEXT).speedup(needed[length], length) == pytest.approx(1.0, abs=1e-4)
     assert resting(costs, rate).off == (
         f"off: a draft of 1 token and its pass cost {cost:.2f} plain steps here; "
         f"the drafter would need α {needed[length]:.2f}, it has {rate:.2f}"
