@@ -7,14 +7,15 @@ in plain steps, both from the same runs. Limit: τ / (γ · c_t + v), what the p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec.core import __version__
-from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, ratio_of_sums, summed
+from edgespec.core.metrics import RawCounts, bootstrap, median
 from edgespec.core.table import count, interval, table
-from edgespec_runtime.bench.report import Interval
+from edgespec_runtime.bench import report
+from edgespec_runtime.bench.report import AUTO, PLAIN, Interval
 from edgespec_runtime.chooser.pass_costs import Costs, CostsAt
 from edgespec_runtime.engines.exactness import EXACT
 
@@ -97,41 +98,31 @@ def plain_loop_share(section: Section) -> Interval:
 
 def rows_of(section: Section) -> list[Row]:
     """A row for each arm, in the order of the section's runs."""
-    plain = {run.round: run.counts for run in section.runs if run.arm is None}
-    arms = list(dict.fromkeys(run.arm for run in section.runs if run.arm is not None))
-    return [_row(section, arm, plain) for arm in arms]
+    arms = dict.fromkeys(run.arm for run in section.runs if run.arm is not None)
+    return [_row(section, arm) for arm in arms]
 
 
-def _row(section: Section, arm: Arm, plain: dict[int, RawCounts]) -> Row:
-    runs = [run for run in section.runs if run.arm == arm]
-    counts = [run.counts for run in runs]
-    total = summed(counts)
-
-    def in_plain_steps(seconds: Callable[[RawCounts], float]) -> float:
-        """Median over rounds, each against the plain run of its round."""
-        return median([seconds(run.counts) / _pass_seconds(plain[run.round]) for run in runs])
-
+def _row(section: Section, arm: Arm) -> Row:
+    """What a bench makes of the arm's runs beside the plain ones, each round as a prompt of its own."""
+    own, lengths = [run for run in section.runs if run.arm == arm], {None: PLAIN, arm: AUTO}
+    both = [run for run in section.runs if run.arm in lengths]
+    runs = [report.Run(run.round, 0, lengths[run.arm], 0, 0.0, (), run.counts) for run in both]
+    _, found = report.summarise(runs, section.cost_ratios)
     at = section.costs.at(section.costs.contexts[0])
-    draft_cost = at.c_t
-    if all(one.drafted for one in counts):
-        draft_cost = in_plain_steps(lambda counts: counts.draft_seconds / counts.drafted)
-    efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
-    length = total.drafted / total.blocks
     best, predicted = best_of_trace(at, arm.trace)
-    ratios = [run.counts.token_rate / plain[run.round].token_rate for run in runs]
     return Row(
         arm=arm,
-        draft_length=length,
-        token_rate=bootstrap([one.token_rate for one in counts], median),
-        speedup=bootstrap(ratios, median),
-        block_efficiency=efficiency,
-        acceptance_rate=total.acceptance_rate,
-        draft_cost=draft_cost,
-        verify_cost=in_plain_steps(_pass_seconds),
-        mbsu={name: mbsu(efficiency[0], length, ratio) for name, ratio in section.cost_ratios.items()},
+        draft_length=found.mean_draft_length,
+        token_rate=found.token_rate,
+        speedup=found.speedup,
+        block_efficiency=found.block_efficiency,
+        acceptance_rate=found.acceptance_rate,
+        draft_cost=found.draft_cost if all(run.counts.drafted for run in own) else at.c_t,
+        verify_cost=found.verify_cost,
+        mbsu=found.mbsu,
         best_draft_length=best,
         predicted=predicted,
-        loop_share=bootstrap([run.loop_share for run in runs], median),
+        loop_share=bootstrap([run.loop_share for run in own], median),
     )
 
 
@@ -148,10 +139,6 @@ def best_of_trace(at: CostsAt, trace: Trace) -> tuple[int, float]:
         speedups.append(efficiency / at.block(length))
     best = max(range(at.most + 1), key=speedups.__getitem__)
     return best, speedups[best]
-
-
-def _pass_seconds(counts: RawCounts) -> float:
-    return counts.verify_seconds / counts.blocks
 
 
 def text(section: Section, *, markdown: bool = False) -> str:
