@@ -18,13 +18,14 @@ a token came in this pass or in an earlier one. Heads that share keys are put si
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from edgespec.core.shapes import ModelShape
+from edgespec_export.onnx.folder import Nodes
 
 DATA = "weights.data"  # what all graphs of a model read
 ALIGNED = 4096  # bytes; offsets in it are multiples, so that a tensor can be mapped
@@ -34,31 +35,21 @@ MASKED = -1e4  # float16 holds it; exp of it is 0 in every float
 FLOAT, INT32 = TensorProto.FLOAT, TensorProto.INT32
 
 
-class Decoder:
+class Decoder(Nodes):
     """A decoder for `tokens` new tokens behind a cache of `length`: nodes in the order of computation.
 
     Each method adds operators and returns the name of what they compute. `turn`: names of the cosines and sines.
     """
 
-    def __init__(self, model: ModelShape, tokens: int, length: int, weights: dict[str, Any]) -> None:
-        self.model, self.tokens, self.length, self.weights = model, tokens, length, weights
-        self.nodes: list[Any] = []
-        self.dims: dict[str, Any] = {}  # constants by name
-        self.floats: dict[str, Any] = {}
+    named = "/{output}"
 
-    def add(self, kind: str, inputs: Iterable[str], output: str, **attributes: Any) -> str:
-        self.nodes.append(helper.make_node(kind, list(inputs), [output], name=f"/{output}", **attributes))
-        return output
+    def __init__(self, model: ModelShape, tokens: int, length: int, weights: dict[str, Any]) -> None:
+        super().__init__()
+        self.model, self.tokens, self.length, self.weights = model, tokens, length, weights
 
     def shape(self, *dims: int) -> str:
         """The name of a constant list of dimensions."""
-        name = "dims." + "x".join(map(str, dims))
-        self.dims[name] = helper.make_tensor(name, TensorProto.INT64, (len(dims),), dims)
-        return name
-
-    def number(self, name: str, value: float) -> str:
-        self.floats[name] = helper.make_tensor(name, FLOAT, (), (value,))
-        return name
+        return self.constant("dims." + "x".join(map(str, dims)), np.array(dims, np.int64))
 
     def reshape(self, value: str, output: str, *dims: int) -> str:
         return self.add("Reshape", (value, self.shape(*dims)), output)
@@ -94,7 +85,9 @@ class Decoder:
         new_value = self.add("Identity", (headed("v", groups),), f"new.{layer}.value")
         key = self.add("Concat", (f"past.{layer}.key", new_key), f"{at}.keys", axis=2)
         value = self.add("Concat", (f"past.{layer}.value", new_value), f"{at}.values", axis=2)
-        scaled = self.add("Mul", (query, self.number("attention.scale", d**-0.5)), f"{at}.q.scaled")
+        scaled = self.add(
+            "Mul", (query, self.constant("attention.scale", np.float32(d**-0.5))), f"{at}.q.scaled"
+        )
         rows = self.reshape(scaled, f"{at}.q.rows", 1, groups, side * tokens, d)
         across = self.add("Transpose", (key,), f"{at}.keys.across", perm=[0, 1, 3, 2])
         scores = self.add("MatMul", (rows, across), f"{at}.scores.rows")
@@ -117,9 +110,7 @@ class Decoder:
         """Rotary position embedding, halves against halves: [..., d] with the cosines and sines [1, 1, n, d/2]."""
         cos, sin = turn
         first, second = halves = [f"{output}.first", f"{output}.second"]
-        self.nodes.append(
-            helper.make_node("Split", [value], halves, name=f"/{value}/split", axis=-1, num_outputs=2)
-        )
+        self.add("Split", (value,), *halves, name=f"/{value}/split", axis=-1, num_outputs=2)
 
         def times(half: str, table: str) -> str:
             return self.add("Mul", (half, table), f"{half}.{table}")
@@ -133,7 +124,9 @@ class Decoder:
         axes = self.shape(-1)
         squares = self.add("Mul", (value, value), f"{name}.squares")
         mean = self.add("ReduceMean", (squares, axes), f"{name}.mean", keepdims=1)
-        above = self.add("Add", (mean, self.number("norm.epsilon", self.model.rms_norm_eps)), f"{name}.above")
+        above = self.add(
+            "Add", (mean, self.constant("norm.epsilon", np.float32(self.model.rms_norm_eps))), f"{name}.above"
+        )
         scaled = self.add("Div", (value, self.add("Sqrt", (above,), f"{name}.root")), f"{name}.scaled")
         return self.add("Mul", (scaled, name), f"{name}.out")
 
@@ -164,7 +157,7 @@ def decoder(shape: ModelShape, tokens: int, length: int, weights: dict[str, Any]
     ]
     used = {value for node in graph.nodes for value in node.input}
     read = [tensor for key, tensor in weights.items() if key in used]
-    constants = [*graph.dims.values(), *graph.floats.values(), *read]
+    constants = [*graph.constants.values(), *read]
     proto = helper.make_graph(graph.nodes, name, inputs, outputs, constants)
     model = helper.make_model(
         proto, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="edgespec", ir_version=IR_VERSION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -9,6 +10,8 @@ import numpy as np
 
 DATA = "model.onnx.data"
 IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
+CONTRIB = "com.microsoft"
+OF_CONTRIB = ("GroupQueryAttention", "MatMulNBits", "GatherBlockQuantized")  # operators of that domain
 
 
 class DataFile:
@@ -37,6 +40,33 @@ class DataFile:
         place = {"location": Path(self.stream.name).name, "offset": self.stream.tell(), "length": length}
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
+
+
+class Nodes:
+    """Nodes in the order of computation and constants, made for a graph. `named`: how a node is called that is given no name."""
+
+    named = "{output}/{kind}"
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self.constants: dict[str, Any] = {}
+
+    def constant(self, name: str, value: Any) -> str:
+        """The name of a constant, which is made once."""
+        from onnx import numpy_helper
+
+        if name not in self.constants:
+            self.constants[name] = numpy_helper.from_array(np.asarray(value, order="C"), name)
+        return name
+
+    def add(self, kind: str, inputs: Iterable[str], *outputs: str, name: str = "", **settings: Any) -> str:
+        """Append a node; the name of its first output."""
+        from onnx import helper
+
+        name = name or self.named.format(output=outputs[0], kind=kind)
+        domain = CONTRIB if kind in OF_CONTRIB else None
+        self.nodes.append(helper.make_node(kind, [*inputs], outputs, name=name, domain=domain, **settings))
+        return outputs[0]
 
 
 def set_nodes(graph: Any, nodes: list[Any]) -> None:

@@ -19,10 +19,10 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import whole_folder, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import BLOCK, HEAD_FILE, head_shape, head_weights, in_bytes, target_embedding
-from edgespec_export.onnx.folder import DATA, IN_GRAPH, written
+from edgespec_export.onnx.folder import CONTRIB, DATA, IN_GRAPH, Nodes, written
 from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL, HEAD_STEP
 
-OPSET, CONTRIB = 21, "com.microsoft"
+OPSET = 21
 
 Array = NDArray[np.float32]
 
@@ -71,45 +71,32 @@ def check_widths(target: ModelShape) -> None:
             )
 
 
-class _Graph:
+def add_bytes(made: Nodes, x: str, matrix: Array, tables: tuple[str, str], output: str) -> str:
+    """Add the product of x with a matrix [N, K] in bytes, transposed; `tables`: what its bytes and scales are called."""
+    data, scales = in_bytes(matrix)
+    inputs = [x, made.constant(tables[0], data), made.constant(tables[1], scales.reshape(-1))]
+    settings: dict[str, Any] = {"bits": 8, "block_size": BLOCK, "accuracy_level": FAST_ACCURACY_LEVEL}
+    return made.add("MatMulNBits", inputs, output, N=matrix.shape[0], K=matrix.shape[1], **settings)
+
+
+class _Graph(Nodes):
     """Nodes and tensors of one head, in the order of its computation. A matrix or norm has the name of its weight."""
 
     def __init__(self, precision: str, shape: dict[str, Any], weights: dict[str, Array]) -> None:
+        super().__init__()
         self.precision, self.shape, self.weights = precision, shape, weights
-        self.nodes: list[Any] = []
-        self.tensors: list[Any] = []
 
-    def constant(self, name: str, value: Any) -> str:
-        from onnx import numpy_helper
-
-        self.tensors.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
-        return name
-
-    def add(self, kind: str, inputs: list[str], name: str, *outputs: str, **settings: Any) -> str:
-        """Append a node; the name of its first output."""
-        from onnx import helper
-
-        domain = CONTRIB if kind in ("GroupQueryAttention", "MatMulNBits") else ""
-        made = outputs or (f"{name}/out",)
-        self.nodes.append(helper.make_node(kind, inputs, made, name=name, domain=domain, **settings))
-        return made[0]
-
-    def linear(self, x: str, name: str, *output: str) -> str:
+    def linear(self, x: str, name: str, output: str = "") -> str:
         """x [1, n, K] times a matrix [N, K] transposed."""
         matrix = self.weights[f"{name}.weight"]
         if self.precision == "fp32":
-            return self.add("MatMul", [x, self.constant(f"{name}.weight", matrix.T)], name, *output)
-        data, scales = in_bytes(matrix)
-        tables = [self.constant(f"{name}.bytes", data), self.constant(f"{name}.scales", scales.reshape(-1))]
-        rows, columns = matrix.shape
-        settings = {"N": rows, "K": columns, "bits": 8, "block_size": BLOCK}
-        settings["accuracy_level"] = FAST_ACCURACY_LEVEL
-        return self.add("MatMulNBits", [x, *tables], name, *output, **settings)
+            return self.add("MatMul", [x, self.constant(f"{name}.weight", matrix.T)], output or name)
+        return add_bytes(self, x, matrix, (f"{name}.bytes", f"{name}.scales"), output or name)
 
-    def norm(self, x: str, name: str, *output: str) -> str:
+    def norm(self, x: str, name: str, output: str = "") -> str:
         scale = self.constant(f"{name}.weight", self.weights[f"{name}.weight"])
         settings = {"axis": -1, "epsilon": self.shape["rms_norm_eps"]}
-        return self.add("SimplifiedLayerNormalization", [x, scale], name, *output, **settings)
+        return self.add("SimplifiedLayerNormalization", [x, scale], output or name, **settings)
 
     def embedded(self, embedding: Array) -> str:
         """Rows of the target's table: bytes and a scale for each row."""
@@ -132,8 +119,7 @@ class _Graph:
         attended = self.add(
             "GroupQueryAttention",
             [*joined, *cache, "seqlens_k", "total_length", "cos_cache", "sin_cache"],
-            f"{at}.attention",
-            *(f"{at}.attention/out", f"present.{number}.key", f"present.{number}.value"),
+            *(f"{at}.attention", f"present.{number}.key", f"present.{number}.value"),
             num_heads=shape["heads"],
             kv_num_heads=shape["kv_heads"],
             do_rotary=1,
@@ -177,6 +163,6 @@ class _Graph:
                 dims = [1, shape["kv_heads"], "context", size]
                 inputs.append(value(f"past_key_values.{number}.{part}", real, dims))
                 outputs.append(value(f"present.{number}.{part}", real, dims))
-        graph = helper.make_graph(self.nodes, "feature_head", inputs, outputs, self.tensors)
+        graph = helper.make_graph(self.nodes, "feature_head", inputs, outputs, [*self.constants.values()])
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=10)

@@ -17,13 +17,13 @@ from edgespec_runtime.engines.onnx_runtime import HIDDEN_STATES
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import scratch_beside, whole_file
-from edgespec.model_folder.head import BLOCK, JOINING, head_weights, in_bytes, target_layers
-from edgespec_export.onnx.folder import written
+from edgespec.model_folder.head import JOINING, head_weights, target_layers
+from edgespec_export.onnx.folder import Nodes, written
+from edgespec_export.onnx.head_graph import add_bytes
 from edgespec_export.onnx.smoothing import read_factors
-from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL, FAST_GRAPH
+from edgespec_export.onnx.to_onnx import FAST_GRAPH
 
 AT = "/joined_states/"
-QUANTISED = "MatMulNBits"
 
 
 def export_for_head(
@@ -69,7 +69,6 @@ def join_states(graph_file: Path, early: tuple[int, ...], matrix: np.ndarray) ->
     such output or layers.
     """
     import onnx
-    from onnx import helper, numpy_helper
 
     model = onnx.load(graph_file, load_external_data=False)
     graph = model.graph
@@ -83,20 +82,13 @@ def join_states(graph_file: Path, early: tuple[int, ...], matrix: np.ndarray) ->
     for node in graph.node:
         for names in (node.input, node.output):
             names[:] = [last if name == HIDDEN_STATES else name for name in names]
-    states = [*(found[name] for name in norms), last]
-    graph.node.append(helper.make_node("Concat", states, [AT + "states"], name=AT + "Concat", axis=-1))
-    inputs, made = [AT + "states", AT + "weight"], {"weight": matrix.T}
-    kind, settings = "MatMul", {}
-    if any(node.op_type == QUANTISED for node in graph.node):
-        data, scales = in_bytes(matrix)
-        inputs, made = [*inputs, AT + "scales"], {"weight": data, "scales": scales.reshape(-1)}
-        rows, columns = matrix.shape
-        settings = {"N": rows, "K": columns, "bits": 8, "block_size": BLOCK}
-        settings |= {"accuracy_level": FAST_ACCURACY_LEVEL, "domain": "com.microsoft"}
-        kind = QUANTISED
-    graph.node.append(helper.make_node(kind, inputs, [HIDDEN_STATES], name=AT + kind, **settings))
-    graph.initializer.extend(
-        numpy_helper.from_array(np.ascontiguousarray(value), AT + name) for name, value in made.items()
-    )
+    made = Nodes()
+    states = made.add("Concat", [*(found[name] for name in norms), last], AT + "states", axis=-1)
+    if any(node.op_type == "MatMulNBits" for node in graph.node):
+        add_bytes(made, states, matrix, (AT + "weight", AT + "scales"), HIDDEN_STATES)
+    else:
+        made.add("MatMul", [states, made.constant(AT + "weight", matrix.T)], HIDDEN_STATES)
+    graph.node.extend(made.nodes)
+    graph.initializer.extend(made.constants.values())
     with whole_file(graph_file) as temporary:
         onnx.save(model, temporary)

@@ -19,11 +19,11 @@ import numpy as np
 
 from edgespec.core.errors import EdgespecError
 from edgespec_export.onnx.blocks import BLOCK, INT8, OFFSET4, Blocks, SplitBlocks, split_rows
-from edgespec_export.onnx.folder import DATA, IN_GRAPH, DataFile, set_nodes
+from edgespec_export.onnx.folder import DATA, IN_GRAPH, DataFile, Nodes, set_nodes
+from edgespec_export.onnx.to_onnx_stored import widen_matrix
 
 HEAD, TABLE = "lm_head", "model.embed_tokens"
 SUFFIX = ".MatMul.weight"
-CONTRIB = "com.microsoft"
 ALIGNED = 64  # bytes at which a tensor in the data file starts
 EXACT_LEVEL, FAST_LEVEL = 1, 4  # accuracy levels of MatMulNBits: float activations, int8 activations
 
@@ -176,50 +176,28 @@ def _rewrite(
             made.embedding(node, parts[TABLE])
         else:
             made.nodes.append(node)
-    set_nodes(graph, [*made.first, *made.nodes])
+    set_nodes(graph, [*made.first.nodes, *made.nodes])
     del graph.value_info[:]  # shapes, of tables that are others now; ONNX Runtime finds them itself
     del graph.initializer[:]
     read = {name for node in graph.node for name in node.input}
     graph.initializer.extend([*(tensor for tensor in kept if tensor.name in read), *own])
-    graph.initializer.extend(made.constants.values())
+    graph.initializer.extend([*made.first.constants.values(), *made.constants.values()])
 
 
-class _Nodes:
+class _Nodes(Nodes):
     """Nodes and constants made for one graph, under names of their own."""
 
     def __init__(self, level: int) -> None:
+        super().__init__()
         self.level = level
-        self.first: list[Any] = []  # made of constants: computed when the graph is loaded
-        self.nodes: list[Any] = []
-        self.constants: dict[str, Any] = {}
+        self.first = Nodes()  # made of constants: computed when the graph is loaded
         self.longer: dict[str, str] = {}  # an input with the means of its blocks behind it
-
-    def constant(self, name: str, value: Any) -> str:
-        from onnx import numpy_helper
-
-        self.constants.setdefault(name, numpy_helper.from_array(np.asarray(value), name))
-        return name
-
-    def folded(self, kind: str, inputs: list[str], output: str, **settings: Any) -> None:
-        from onnx import helper
-
-        self.first.append(helper.make_node(kind, inputs, [output], name=output, **settings))
-
-    def add(self, kind: str, inputs: list[str], output: str, name: str, **settings: Any) -> None:
-        from onnx import helper
-
-        self.nodes.append(helper.make_node(kind, inputs, [output], name=name, **settings))
-
-    def made(self, kind: str, inputs: list[str], output: str, **settings: Any) -> str:
-        """A node that is named after its output. Returns the output."""
-        self.add(kind, inputs, output, f"{output}/{kind}", **settings)
-        return output
 
     def widened(self, name: str) -> None:
         """A float16 table as float32."""
         from onnx import TensorProto
 
-        self.folded("Cast", [f"{name}_F16"], name, to=TensorProto.FLOAT)
+        self.first.add("Cast", [f"{name}_F16"], name, to=TensorProto.FLOAT)
 
     def product(self, node: Any, parts: list[_Part]) -> None:
         """In place of one of the builder's MatMulNBits; of a split matrix, both products side by side."""
@@ -230,18 +208,19 @@ class _Nodes:
         outputs = [f"{y}/{part.stem}" for part in parts]
         for part, output in zip(parts, outputs, strict=True):
             self.matrix(part, f"{node.name}/{part.stem}", x, output)
-        self.add("Concat", outputs, y, f"{node.name}/Concat", axis=-1)
+        self.add("Concat", outputs, y, name=f"{node.name}/Concat", axis=-1)
 
     def matrix(self, part: _Part, at: str, x: str, y: str) -> None:
         """The product of x with one matrix; `at`: the name of its node."""
         if part.kind == INT8 and self.level == EXACT_LEVEL:
-            self.widened_matrix(part)
-            self.add("MatMul", [x, f"{part.name}/matrix"], y, at)
+            scales = f"{part.name}_scales"
+            matrix = widen_matrix(self.first, part.packed, scales, part.rows, part.columns, BLOCK)
+            self.add("MatMul", [x, matrix], y, name=at)
             return
         settings = {"N": part.rows, "K": part.inputs, "bits": part.bits, "block_size": BLOCK}
         settings["accuracy_level"] = self.level
         x = self.with_means(x) if part.kind == OFFSET4 else x
-        self.add("MatMulNBits", [x, part.packed, *part.tables], y, at, domain=CONTRIB, **settings)
+        self.add("MatMulNBits", [x, part.packed, *part.tables], y, name=at, **settings)
 
     def with_means(self, x: str) -> str:
         """x [.., K] and behind it the means of its blocks of 32: [.., K + K/32]. (An AveragePool is slower for several rows.)"""
@@ -249,27 +228,10 @@ class _Nodes:
             at = f"/mixed/{x}/"
             shape = self.constant("/mixed/in_blocks", np.array([0, 0, -1, BLOCK]))
             last = self.constant("/mixed/last", np.array([-1]))
-            blocks = self.made("Reshape", [x, shape], at + "blocks")
-            means = self.made("ReduceMean", [blocks, last], at + "means", keepdims=0)
-            self.longer[x] = self.made("Concat", [x, means], at + "longer", axis=-1)
+            blocks = self.add("Reshape", [x, shape], at + "blocks")
+            means = self.add("ReduceMean", [blocks, last], at + "means", keepdims=0)
+            self.longer[x] = self.add("Concat", [x, means], at + "longer", axis=-1)
         return self.longer[x]
-
-    def widened_matrix(self, part: _Part) -> None:
-        """An int8 matrix [K, N] in floats."""
-        from onnx import TensorProto
-
-        name, rows, columns = part.name, part.rows, part.columns
-        shape = self.constant(f"/mixed/blocks_{rows}_{columns}", np.array([rows, columns // BLOCK, BLOCK]))
-        whole = self.constant(f"/mixed/whole_{rows}_{columns}", np.array([rows, columns]))
-        last = self.constant("/mixed/last", np.array([-1]))
-        zero = self.constant("/mixed/zero8", np.float32(128))
-        self.folded("Cast", [part.packed], f"{name}/float", to=TensorProto.FLOAT)
-        self.folded("Sub", [f"{name}/float", zero], f"{name}/centred")
-        self.folded("Reshape", [f"{name}/centred", shape], f"{name}/blocks")
-        self.folded("Unsqueeze", [f"{name}_scales", last], f"{name}/scales")
-        self.folded("Mul", [f"{name}/blocks", f"{name}/scales"], f"{name}/scaled")
-        self.folded("Reshape", [f"{name}/scaled", whole], f"{name}/rows")
-        self.folded("Transpose", [f"{name}/rows"], f"{name}/matrix", perm=[1, 0])
 
     def embedding(self, node: Any, parts: list[_Part]) -> None:
         """The embedding: rows of the blocks; of a split table, each token's row from the part that has it."""
@@ -283,25 +245,25 @@ class _Nodes:
         border, none = self.constant(at + "border", np.array(count)), self.constant(at + "none", np.array(0))
         last = self.constant(at + "last_of_first", np.array(count - 1))
         axis = self.constant("/mixed/last", np.array([-1]))
-        self.made("Cast", [ids], at + "ids", to=TensorProto.INT64)
-        self.made("Min", [at + "ids", last], at + "ids_first")
-        self.made("Sub", [at + "ids", border], at + "behind")
-        self.made("Max", [at + "behind", none], at + "ids_rest")
-        self.made("Less", [at + "ids", border], at + "is_first")
-        self.made("Unsqueeze", [at + "is_first", axis], at + "is_first_row")
+        self.add("Cast", [ids], at + "ids", to=TensorProto.INT64)
+        self.add("Min", [at + "ids", last], at + "ids_first")
+        self.add("Sub", [at + "ids", border], at + "behind")
+        self.add("Max", [at + "behind", none], at + "ids_rest")
+        self.add("Less", [at + "ids", border], at + "is_first")
+        self.add("Unsqueeze", [at + "is_first", axis], at + "is_first_row")
         for part, name in zip(parts, ("first", "rest"), strict=True):
             self.rows(part, f"{node.name}/{name}", f"{at}ids_{name}", at + name, f"{at}{name}/")
-        self.made("Where", [at + "is_first_row", at + "first", at + "rest"], y)
+        self.add("Where", [at + "is_first_row", at + "first", at + "rest"], y)
 
     def rows(self, part: _Part, node: str, ids: str, y: str, at: str) -> None:
         """Rows of one table; `node`: the name of what gathers them, `at`: the beginning of all other names."""
         width = -(-part.inputs // BLOCK) * BLOCK * part.bits // 8
         shape = self.constant(at + "shape", np.array([part.rows, width]))
-        self.add("Reshape", [part.packed, shape], at + "table", at + "table/Reshape")
+        self.add("Reshape", [part.packed, shape], at + "table")
         settings = {"bits": part.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
         output = at + "gathered" if part.kind == OFFSET4 else y
         inputs = [at + "table", ids, *part.tables]
-        self.add("GatherBlockQuantized", inputs, output, node, domain=CONTRIB, **settings)
+        self.add("GatherBlockQuantized", inputs, output, name=node, **settings)
         if part.kind == OFFSET4:
             self.with_rests(part.columns, output, y, at)
 
@@ -319,9 +281,9 @@ class _Nodes:
         names = {name: self.constant(f"{at}{name}_", np.array(of)) for name, of in numbers.items()}
         last = self.constant("/mixed/last", np.array([-1]))
         block = self.constant("/mixed/block", np.float32(BLOCK))
-        values = self.made("Slice", [rows, names["begin"], names["middle"], last], at + "values")
-        values = self.made("Reshape", [values, names["blocks"]], at + "blocks")
-        rests = self.made("Slice", [rows, names["middle"], names["end"], last], at + "rests")
-        rests = self.made("Div", [rests, block], at + "of_one")
-        rests = self.made("Reshape", [rests, names["rests"]], at + "of_block")
-        self.made("Reshape", [self.made("Add", [values, rests], at + "sum"), names["whole"]], y)
+        values = self.add("Slice", [rows, names["begin"], names["middle"], last], at + "values")
+        values = self.add("Reshape", [values, names["blocks"]], at + "blocks")
+        rests = self.add("Slice", [rows, names["middle"], names["end"], last], at + "rests")
+        rests = self.add("Div", [rests, block], at + "of_one")
+        rests = self.add("Reshape", [rests, names["rests"]], at + "of_block")
+        self.add("Reshape", [self.add("Add", [values, rests], at + "sum"), names["whole"]], y)

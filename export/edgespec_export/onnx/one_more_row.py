@@ -24,7 +24,7 @@ from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER, SPARE_TOKENS
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import whole_file
-from edgespec_export.onnx.folder import set_nodes
+from edgespec_export.onnx.folder import Nodes, set_nodes
 
 ATTENTION = "GroupQueryAttention"
 ROWS = slice(0, 3)  # inputs of the attention: queries, keys and values, or all of them in the first
@@ -40,7 +40,6 @@ def attend_one_more_row(graph_file: Path) -> bool:
     The data file stays. Raises EdgespecError where the graph has no attention of the expected kind.
     """
     import onnx
-    from onnx import numpy_helper
 
     model = onnx.load(graph_file, load_external_data=False)
     attentions = [node for node in model.graph.node if node.op_type == ATTENTION]
@@ -51,58 +50,49 @@ def attend_one_more_row(graph_file: Path) -> bool:
     told = any(name for node in attentions for name in node.input[BY_ROW])
     if told or any(entry.key == ROPE_BORDER for entry in model.metadata_props):
         return False
-    nodes = _how_many_rows()
-    longer: dict[str, Any] = {}  # by a length's name: the node that adds one to it, made once
+    made = Nodes()
+    for name, value in {"two": [2], "before": [0, 0, 0, 0], "zero": [0], "axis": [1]}.items():
+        made.constant(AT + name, np.array(value, np.int64))
+    _how_many_rows(made)
+    longer: set[str] = set()  # names of lengths that one was added to
     for node in model.graph.node:
-        nodes += _with_a_row(node, longer) if node.op_type == ATTENTION else [node]
-    set_nodes(model.graph, nodes)
-    constants = {"two": [2], "before": [0, 0, 0, 0], "zero": [0], "axis": [1]}
-    model.graph.initializer.extend(
-        numpy_helper.from_array(np.array(value, np.int64), AT + name) for name, value in constants.items()
-    )
+        if node.op_type == ATTENTION:
+            _with_a_row(made, node, longer)
+        else:
+            made.nodes.append(node)
+    set_nodes(model.graph, made.nodes)
+    model.graph.initializer.extend(made.constants.values())
     model.metadata_props.add(key=SPARE_TOKENS, value="1")
     with whole_file(graph_file) as temporary:
         onnx.save(model, temporary)
     return True
 
 
-def _with_a_row(attention: Any, longer: dict[str, Any]) -> list[Any]:
-    """The nodes in the place of one attention: it reads padded rows and longer lengths, and its last row is dropped."""
-    from onnx import helper
-
-    nodes = []
+def _with_a_row(made: Nodes, attention: Any, longer: set[str]) -> None:
+    """Add one attention: it reads padded rows and longer lengths, and its last row is dropped."""
     inputs, output, at = list(attention.input), attention.output[0], f"{AT}{attention.name}/"
     for place, name in enumerate(inputs[ROWS]):
         if name:
-            inputs[place] = f"{at}rows_{place}"
-            pads = [name, AT + "pads"]
-            nodes.append(helper.make_node("Pad", pads, [inputs[place]], name=f"{at}Pad_{place}"))
+            inputs[place] = made.add("Pad", [name, AT + "pads"], f"{at}rows_{place}")
     for place, name in enumerate(inputs[LENGTHS], LENGTHS.start):
         inputs[place] = f"{AT}{name}"
         if name not in longer:
-            more = AT + ("more" if place == LENGTHS.start else "more_rows")
-            longer[name] = helper.make_node("Add", [name, more], [inputs[place]], name=f"{AT}{name}/Add")
-            nodes.append(longer[name])
+            longer.add(name)
+            made.add("Add", [name, AT + ("more" if place == LENGTHS.start else "more_rows")], inputs[place])
     attention.input[:] = inputs
     attention.output[0] = at + "output"
-    ends = [AT + "zero", AT + "rows", AT + "axis"]
-    return [*nodes, attention, helper.make_node("Slice", [at + "output", *ends], [output], name=at + "Slice")]
+    made.nodes.append(attention)
+    made.add("Slice", [at + "output", AT + "zero", AT + "rows", AT + "axis"], output, name=at + "Slice")
 
 
-def _how_many_rows() -> list[Any]:
-    """The nodes that count a pass's tokens, and say how many rows its attention reads more: one for one token, else none."""
-    from onnx import TensorProto, helper
+def _how_many_rows(made: Nodes) -> None:
+    """Add what counts a pass's tokens, and says how many rows its attention reads more: one for one token, else none."""
+    from onnx import TensorProto
 
-    def node(operator: str, inputs: list[str], output: str, **settings: Any) -> Any:
-        inputs = [name if name == TOKENS else AT + name for name in inputs]
-        return helper.make_node(operator, inputs, [AT + output], name=f"{AT}{output}/{operator}", **settings)
-
-    return [
-        node("Shape", [TOKENS], "rows", start=1, end=2),
-        node("Less", ["rows", "two"], "single"),
-        node("Cast", ["single"], "more_64", to=TensorProto.INT64),
-        node("Cast", ["single"], "more", to=TensorProto.INT32),
-        node("Squeeze", ["more"], "more_rows"),
-        # of [batch, rows, width]: at the rows' end
-        node("Concat", ["before", "more_64", "zero"], "pads", axis=0),
-    ]
+    made.add("Shape", [TOKENS], AT + "rows", start=1, end=2)
+    single = made.add("Less", [AT + "rows", AT + "two"], AT + "single")
+    made.add("Cast", [single], AT + "more_64", to=TensorProto.INT64)
+    more = made.add("Cast", [single], AT + "more", to=TensorProto.INT32)
+    made.add("Squeeze", [more], AT + "more_rows")
+    # of [batch, rows, width]: at the rows' end
+    made.add("Concat", [AT + "before", AT + "more_64", AT + "zero"], AT + "pads", axis=0)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
-from edgespec_export.onnx.folder import DATA, IN_GRAPH, set_nodes
+from edgespec_export.onnx.folder import DATA, IN_GRAPH, Nodes, set_nodes
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.MatMul.weight"
 UINT8_ZERO = 128.0
@@ -57,7 +57,7 @@ def share_int8_table(folder: Path) -> None:
     Rewrites model.onnx and its data file. Raises EdgespecError where the graph is not built as expected.
     """
     import onnx
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import TensorProto
 
     model = onnx.load(folder / "model.onnx")
     graph = model.graph
@@ -70,21 +70,17 @@ def share_int8_table(folder: Path) -> None:
     width = tensors[TABLE].dims[1]
     reader, at = readers[0], "/widen/embed_tokens/"
     ids, output = reader.input[1], reader.output[0]
-    constants = {"zero": np.float32(UINT8_ZERO), "last": np.array([-1]), "rows": np.array([0, 0, width])}
-    nodes = [
-        helper.make_node("Gather", [f"{HEAD}_Q8", ids], [at + "bytes"], name=at + "GatherBytes"),
-        helper.make_node("Cast", [at + "bytes"], [at + "float"], name=at + "Cast", to=TensorProto.FLOAT),
-        helper.make_node("Sub", [at + "float", at + "zero"], [at + "centred"], name=at + "Sub"),
-        helper.make_node("Gather", [f"{HEAD}_scales", ids], [at + "scale"], name=at + "GatherScales"),
-        helper.make_node("Unsqueeze", [at + "scale", at + "last"], [at + "scales"], name=at + "Unsqueeze"),
-        helper.make_node("Mul", [at + "centred", at + "scales"], [at + "blocks"], name=at + "Mul"),
-        helper.make_node("Reshape", [at + "blocks", at + "rows"], [output], name=at + "Reshape"),
-    ]
-    set_nodes(graph, [new for old in graph.node for new in (nodes if old == reader else [old])])
+    made = Nodes()
+    rows = made.add("Gather", [f"{HEAD}_Q8", ids], at + "bytes")
+    rows = made.add("Cast", [rows], at + "float", to=TensorProto.FLOAT)
+    rows = made.add("Sub", [rows, made.constant(at + "zero", np.float32(UINT8_ZERO))], at + "centred")
+    scales = made.add("Gather", [f"{HEAD}_scales", ids], at + "scale")
+    scales = made.add("Unsqueeze", [scales, made.constant(at + "last", np.array([-1]))], at + "scales")
+    blocks = made.add("Mul", [rows, scales], at + "blocks")
+    made.add("Reshape", [blocks, made.constant(at + "rows", np.array([0, 0, width]))], output)
+    set_nodes(graph, [new for old in graph.node for new in (made.nodes if old == reader else [old])])
     graph.initializer.remove(tensors[TABLE])
-    graph.initializer.extend(
-        numpy_helper.from_array(np.asarray(value), at + name) for name, value in constants.items()
-    )
+    graph.initializer.extend(made.constants.values())
     _save_whole(model, folder)
 
 
@@ -94,15 +90,14 @@ def widen_int8(folder: Path) -> None:
     Reads and writes the graph alone; the data file stays. Raises EdgespecError where the graph has no such node.
     """
     import onnx
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import helper
 
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     graph = model.graph
     nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
     if not nodes:
         raise EdgespecError(f"{folder} has no MatMulNBits; this onnxruntime-genai writes int8 otherwise")
-    added: list[Any] = []
-    constants: dict[str, Any] = {"/widen/zero": np.float32(UINT8_ZERO)}
+    made = Nodes()
     for node in nodes:
         settings = {attribute.name: attribute.i for attribute in node.attribute}
         packed, scales = node.input[1:3]
@@ -112,24 +107,27 @@ def widen_int8(folder: Path) -> None:
                 f"{node.name} of {folder} has {settings} and inputs {list(node.input)}; symmetric 8-bit blocks that fill "
                 "their rows are wanted"
             )
-        blocks, whole = f"/widen/shape_{rows}_{columns}_blocks", f"/widen/shape_{rows}_{columns}"
-        constants[blocks] = np.array([rows, columns // size, 1], dtype=np.int64)
-        constants[whole] = np.array([rows, columns], dtype=np.int64)
-        at = f"/widen/{packed}/"
-        added += [
-            helper.make_node("Cast", [packed], [at + "float"], name=at + "Cast", to=TensorProto.FLOAT),
-            helper.make_node("Sub", [at + "float", "/widen/zero"], [at + "centred"], name=at + "Sub"),
-            helper.make_node("Reshape", [scales, blocks], [at + "scales"], name=at + "ReshapeScales"),
-            helper.make_node("Mul", [at + "centred", at + "scales"], [at + "blocks"], name=at + "Mul"),
-            helper.make_node("Reshape", [at + "blocks", whole], [at + "rows"], name=at + "Reshape"),
-            helper.make_node("Transpose", [at + "rows"], [at + "matrix"], name=at + "Transpose", perm=[1, 0]),
-        ]
-        node.CopyFrom(helper.make_node("MatMul", [node.input[0], at + "matrix"], node.output, name=node.name))
-    graph.initializer.extend(
-        numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()
-    )
-    set_nodes(graph, [*added, *graph.node])
+        matrix = widen_matrix(made, packed, scales, rows, columns, size)
+        node.CopyFrom(helper.make_node("MatMul", [node.input[0], matrix], node.output, name=node.name))
+    graph.initializer.extend(made.constants.values())
+    set_nodes(graph, [*made.nodes, *graph.node])
     onnx.save(model, folder / "model.onnx")
+
+
+def widen_matrix(made: Nodes, packed: str, scales: str, rows: int, columns: int, block: int) -> str:
+    """Add what makes floats [K, N] of a matrix's bytes and scales; the name of these. Done once, when the graph is loaded."""
+    from onnx import TensorProto
+
+    at, shape = f"/widen/{packed}/", f"/widen/shape_{rows}_{columns}"
+    zero = made.constant("/widen/zero", np.float32(UINT8_ZERO))
+    of_block = made.constant(f"{shape}_blocks", np.array([rows, columns // block, 1]))
+    whole = made.constant(shape, np.array([rows, columns]))
+    wide = made.add("Cast", [packed], at + "float", to=TensorProto.FLOAT)
+    wide = made.add("Sub", [wide, zero], at + "centred")
+    scales = made.add("Reshape", [scales, of_block], at + "scales")
+    wide = made.add("Mul", [wide, scales], at + "blocks")
+    wide = made.add("Reshape", [wide, whole], at + "rows")
+    return made.add("Transpose", [wide], at + "matrix", perm=[1, 0])
 
 
 def _save_whole(model: Any, folder: Path) -> None:
