@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from publish_server import TOKEN, Hub, running
+from hub_server import TOKEN, Hub, contents, running
 from repository import REPOSITORY
 
 from edgespec.cli import main
@@ -62,12 +62,6 @@ def make_bundle(folder: Path, big: int = 9000, title: str = "pair with a drafter
     )
     write_manifest(folder, manifest)
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +120,6 @@ def part_of(bundle: Path, place: Path) -> Path:
     """Where a pull keeps what it has of the target's file."""
     entry = open_manifest(bundle).files["target/target-q8_0.gguf"]
     return place / ".pair.partial" / "parts" / entry.sha256
-
-
-def store(hub: Hub, folder: Path) -> None:
-    """The hub as it is after somebody's push."""
-    hub.repos[REPO] = contents(folder)
 
 
 def refused(hub: Hub, place: Path, *words: object, token: str = TOKEN) -> str:
@@ -203,7 +192,7 @@ def test_a_hub_with_other_content_is_noticed(hub: Hub, bundle: Path, tmp_path: P
 
 
 def test_pull_gives_the_bundle_and_nothing_else(hub: Hub, bundle: Path, tmp_path: Path) -> None:
-    store(hub, bundle)
+    hub.store(REPO, bundle)
     hub.private.add(REPO)
     hub.repos[REPO]["training.bin"] = b"\x80\x04 not asked for"
     done = edgespec(hub, tmp_path, "pull", REPO)
@@ -223,7 +212,7 @@ def test_pull_gives_the_bundle_and_nothing_else(hub: Hub, bundle: Path, tmp_path
 
 def test_a_killed_pull_goes_on_in_the_middle_of_a_file(hub: Hub, tmp_path: Path) -> None:
     folder = make_bundle(tmp_path / "made" / "bundle", big=BIG)
-    store(hub, folder)
+    hub.store(REPO, folder)
     hub.stall = ("target-q8_0.gguf", 12 * 10**6)
     part = part_of(folder, tmp_path)
 
@@ -246,7 +235,7 @@ def test_a_killed_pull_goes_on_in_the_middle_of_a_file(hub: Hub, tmp_path: Path)
 
 def test_a_part_of_other_content_is_not_continued(hub: Hub, bundle: Path, tmp_path: Path) -> None:
     """Bytes of the part that are not the file's are noticed, thrown away, and fetched again by the next run."""
-    store(hub, bundle)
+    hub.store(REPO, bundle)
     part = part_of(bundle, tmp_path)
     part.parent.mkdir(parents=True)
     part.write_bytes(b"x" * 100)
@@ -272,7 +261,7 @@ def rename(old: str, new: str) -> Any:
 
 def test_names_that_are_refused(hub: Hub, bundle: Path, tmp_path: Path) -> None:
     for name, words in {"../escaped.txt": "leaves the bundle", "weights/pytorch_model.bin": "pickle"}.items():
-        store(hub, bundle)
+        hub.store(REPO, bundle)
         altered(hub, rename("empty.txt", name))
         hub.repos[REPO][name] = b""
         assert words in refused(hub, tmp_path, "pull", REPO)
@@ -300,7 +289,7 @@ def test_names_that_do_not_travel(name: str, words: str) -> None:
 
 
 def test_contents_that_are_refused(hub: Hub, bundle: Path, tmp_path: Path) -> None:
-    store(hub, bundle)
+    hub.store(REPO, bundle)
     target, drafter = "target/target-q8_0.gguf", "drafter/drafter-q8_0.gguf"
     whole = dict(hub.repos[REPO])
     hub.extra[drafter] = b"more" * 1000
@@ -335,11 +324,11 @@ def test_a_pickle_under_another_name(bundle: Path, tmp_path: Path, head: bytes) 
 def test_gate_token_network_and_names(hub: Hub, bundle: Path, tmp_path: Path) -> None:
     assert "was not found" in refused(hub, tmp_path, "pull", "me/none")
     assert "HF_TOKEN" in refused(hub, tmp_path, "push", bundle, REPO, "--yes", token="")
-    store(hub, bundle)
+    hub.store(REPO, bundle)
     hub.private.add(REPO)
     assert "no token for it" in refused(hub, tmp_path, "pull", REPO, token="")
     assert "no such revision" in refused(hub, tmp_path, "pull", REPO, "--revision", "v9")
-    hub.gated.add(REPO)
+    hub.gated[REPO] = 403
     assert "accept its conditions" in refused(hub, tmp_path, "pull", REPO)
     hub.gated.clear()
     del hub.repos[REPO]["drafter/drafter-q8_0.gguf"]
