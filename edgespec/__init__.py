@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Any
 from edgespec.core import __version__
 
 if TYPE_CHECKING:
+    from edgespec_runtime.chat.replies import Piece
+
     from edgespec.api import build, export, load, plan, verify
     from edgespec.loaded_pair import Chat, Pair
 
-__all__ = ["Chat", "Pair", "__version__", "build", "export", "load", "plan", "verify"]
+__all__ = ["Chat", "Pair", "Piece", "__version__", "build", "export", "load", "plan", "verify"]
 
+if not TYPE_CHECKING:  # else a type checker would take any name for one of this module's
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'edgespec' has no attribute {name!r}")
-    from edgespec import api
-
-    return getattr(api, name)
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'edgespec' has no attribute {name!r}")
+        if name == "Piece":
+            from edgespec_runtime.chat import replies as home
+        else:
+            from edgespec import api as home
+        return getattr(home, name)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from edgespec.core.errors import naming_extras
 from edgespec.core.manifest import open_manifest
 from edgespec.core.options import from_mapping
 from edgespec.loaded_pair import Chat as Chat
@@ -24,6 +25,7 @@ from edgespec.verbs.ready import bundle_of
 BUNDLE = "bundle"  # the folder of a build or an export that `load` takes
 
 
+@naming_extras("edgespec.load")
 def load(bundle: str | Path, *, engine: str = "", precision: str = "", **options: Any) -> Pair:
     """Open a bundle: every file is checked against its manifest, then both models are loaded.
 
@@ -45,6 +47,7 @@ def load(bundle: str | Path, *, engine: str = "", precision: str = "", **options
     return Pair(open_pair(folder, from_mapping(LoadOptions, given), manifest=manifest))
 
 
+@naming_extras("edgespec.plan")
 def plan(target: str, recipe: str = "", **options: Any) -> dict[str, Any]:
     """Whether a drafter fits and pays, and how long its build takes, with nothing made: the figures of `edgespec plan --json`.
     `options`: those of `build`, and `gpus`, `alphas`, `mfu`, `bandwidth_share`. Raises InputError.
@@ -56,6 +59,7 @@ def plan(target: str, recipe: str = "", **options: Any) -> dict[str, Any]:
     return as_json(make(chosen, how))
 
 
+@naming_extras("edgespec.build")
 def build(target: str, recipe: str = "", *, out: str | Path = "", **options: Any) -> Path:
     """Make a drafter for a target with every stage of `edgespec build-drafter`; returns the bundle's folder.
 
@@ -73,6 +77,7 @@ def build(target: str, recipe: str = "", *, out: str | Path = "", **options: Any
     return folder_of(target, str(out)) / BUNDLE
 
 
+@naming_extras("edgespec.export")
 def export(target: str | Path, drafter: str | Path, *, out: str | Path, **options: Any) -> Path:
     """Write both model folders as ONNX and GGUF files, hold them against torch, pack them; returns the bundle's folder.
 
@@ -84,10 +89,12 @@ def export(target: str | Path, drafter: str | Path, *, out: str | Path, **option
     return Path(out).expanduser() / BUNDLE
 
 
+@naming_extras("edgespec.verify")
 def verify(bundle: str | Path, **options: Any) -> dict[str, Any]:
     """Hold a bundle's files against its models; everything that was measured. `broken` lists the bounds that do not hold.
 
-    `options`: `models` (two folders), `prompts`, `temperatures` ... of `edgespec verify`. Raises BundleError, InputError.
+    `options`: `models` (two folders), `prompts`, `temperatures` ... of `edgespec verify`. Raises BundleError, InputError,
+    MissingExtra.
     """
     from edgespec_export.verify.bundle import Options, verify_bundle
 

@@ -22,9 +22,9 @@ from edgespec.core.errors import (
     INTERRUPTED,
     EdgespecError,
     InputError,
-    MissingExtra,
     OneProcessError,
     did_you_mean,
+    naming_extras,
 )
 from edgespec.core.no_room import place_of, write_error
 from edgespec.core.options import add_flags, given, usage
@@ -108,19 +108,6 @@ VERBS = {
         "edgespec.completion", "print what makes your shell complete verbs, options and names"
     ),
 }
-
-_PACKAGES = {
-    "train": "torch transformers accelerate safetensors tensorboardX",
-    "export": "onnx onnxruntime_genai onnxscript gguf sentencepiece",
-    "llamacpp": "llama_cpp",
-    "plot": "matplotlib",
-    "data": "datasets pyarrow",
-    "serve": "starlette uvicorn sse_starlette prometheus_client",
-    "optimum": "optimum",
-    "bits": "bitsandbytes",
-}
-# The package that is absent -> the extra that brings it.
-_EXTRA_OF = {package: extra for extra, packages in _PACKAGES.items() for package in packages.split()}
 
 
 class _Help(argparse.HelpFormatter):
@@ -265,18 +252,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the exit code; every expected error becomes one line on stderr."""
     forgive_streams()
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        with naming_extras("this command"):
+            return _run(sys.argv[1:] if argv is None else argv)
     except EdgespecError as error:
         met_by_all = isinstance(error, InputError) and not isinstance(error, OneProcessError)
         if not (met_by_all and os.environ.get("RANK", "0") != "0"):
             print(f"edgespec: {harmless(str(error))}", file=sys.stderr)
         return error.exit_code
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _EXTRA_OF:
-            return _defect()
-        print(f"edgespec: {MissingExtra(package, _EXTRA_OF[package], 'this command')}", file=sys.stderr)
-        return MissingExtra.exit_code
     except KeyboardInterrupt:
         verb = VERBS.get((sys.argv[1:] if argv is None else argv)[0])
         hint = "; run the same command again to go on from here" if verb and verb.resumes else ""

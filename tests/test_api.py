@@ -19,7 +19,7 @@ from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from repository import REPOSITORY
 
 import edgespec
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.metrics import RawCounts
 
 QUESTION = "What is a list?"
@@ -40,6 +40,7 @@ def test_pieces_are_the_targets_greedy_reply(bundle: Path) -> None:
     with edgespec.load(bundle) as pair:
         pieces = list(pair.generate(QUESTION, max_new_tokens=24, draft_length=3))
         stats = pair.stats
+    assert all(isinstance(piece, edgespec.Piece) for piece in pieces)
     assert "".join(piece.text for piece in pieces) == greedy_text(bundle, 24)
     assert [bool(piece.finish) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     accepted = sum(len(piece.tokens) for piece in pieces if piece.accepted)
@@ -241,6 +242,38 @@ def test_export_and_verify_from_python(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["broken"] == []
     with edgespec.load(made) as pair:
         assert list(pair.generate(QUESTION, max_new_tokens=2, draft_length=1))
+
+
+def test_an_extra_that_is_not_installed_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `pip install .`, which brings the runtime alone."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delitem(sys.modules, "edgespec_export.gguf.quantize", raising=False)
+    with pytest.raises(
+        MissingExtra, match=r"edgespec.verify needs gguf, .* pip install 'edgespec\[export\]'"
+    ):
+        edgespec.verify(bundle)
+
+
+def test_every_public_name_can_be_had_and_no_other() -> None:
+    assert all(getattr(edgespec, name) for name in edgespec.__all__)
+    with pytest.raises(AttributeError, match="laod"):
+        edgespec.laod("x")  # type: ignore[attr-defined]
+
+
+def test_type_checkers_know_the_public_names(tmp_path: Path) -> None:
+    """One that is misspelt is an error, not a value of any type."""
+    program = tmp_path / "program.py"
+    program.write_text("import edgespec\n\npieces: list[edgespec.Piece] = []\nedgespec.laod('x')\n")
+    flags = ["--config-file=", "--follow-imports=skip", "--ignore-missing-imports", f"--cache-dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *flags, "edgespec/__init__.py", str(program)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert [line for line in done.stdout.splitlines() if "error" in line][:-1] == [
+        f'{program}:4: error: Module has no attribute "laod"; maybe "load"?  [attr-defined]'
+    ]
 
 
 def test_import_is_instant() -> None:

@@ -13,7 +13,8 @@ Pure code raises these; only `edgespec.cli.main` prints them and returns the exi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 DONE, CHECK_FAILED, UNUSABLE, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
 EXIT_CODES = {
@@ -61,6 +62,32 @@ class MissingExtra(EdgespecError):
         super().__init__(
             f"{purpose} needs {package}, which is not installed: pip install 'edgespec[{extra}]'"
         )
+
+
+_PACKAGES = {
+    "train": "torch transformers accelerate safetensors tensorboardX",
+    "export": "onnx onnxruntime_genai onnxscript gguf sentencepiece",
+    "llamacpp": "llama_cpp",
+    "plot": "matplotlib",
+    "data": "datasets pyarrow",
+    "serve": "starlette uvicorn sse_starlette prometheus_client",
+    "optimum": "optimum",
+    "bits": "bitsandbytes",
+}
+# The package that is absent -> the extra that brings it.
+_EXTRA_OF = {package: extra for extra, packages in _PACKAGES.items() for package in packages.split()}
+
+
+@contextmanager
+def naming_extras(purpose: str) -> Iterator[None]:
+    """Raise MissingExtra where an extra's package cannot be imported. Around a block, or before a function as a decorator."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA_OF:
+            raise
+        raise MissingExtra(package, _EXTRA_OF[package], purpose) from error
 
 
 def did_you_mean(seen: str, known: Iterable[str]) -> str:
