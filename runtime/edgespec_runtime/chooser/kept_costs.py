@@ -147,7 +147,7 @@ def costs_of(
     """(costs of a pair, whether they were kept from an earlier time). Measured, and then kept, where none are or `fresh` is set.
 
     They are measured again where a plain step is now STALE times faster or slower; slower ones are then not kept, since that may
-    pass, nor is what was measured beside other programs. `note` is told. The caches are empty after.
+    pass, nor is what was measured beside other programs or threads. `note` is told. The caches are empty after.
     """
     kept, slower = None if fresh else load_costs(pair, note, at_least_seconds=how.seconds), 1.0
     if kept is not None:
@@ -161,7 +161,7 @@ def costs_of(
     share = min(free_share(threads), share)
     if share < BUSY:
         note(
-            f"other programs hold {1 - share:.0%} of the processors, so these costs are wrong and are not kept; "
+            f"other programs or threads hold {1 - share:.0%} of the processors, so these costs are wrong and are not kept; "
             "close them and measure again"
         )
     elif slower < STALE:

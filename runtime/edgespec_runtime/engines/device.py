@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter, thread_time
 
 import numpy as np
 
@@ -81,22 +81,24 @@ def read_bandwidth(threads: int, size: int = READ_BYTES) -> float:
 
 
 def free_share(threads: int, seconds: float = 0.15) -> float:
-    """Share of the processor time that `threads` busy threads of this process get; 1 where no other program runs.
+    """Share of the processor time that `threads` busy threads get; 1 where nothing else runs, in this process or another.
 
-    What is measured beside other programs are their costs too. What a container's limit withholds goes to none.
+    What is measured beside other work are its costs too. What a container's limit withholds goes to none.
     """
     granted = min(threads, processor_limit() or threads)
     piece = bytes(2**20)  # hashed in about a millisecond, without the interpreter's lock
     end = perf_counter() + seconds
 
-    def spin(_: int) -> None:
+    def spin(_: int) -> float:
+        begun = thread_time()  # the process's time would count another pair's threads as these
         while perf_counter() < end:
             hashlib.sha256(piece)
+        return thread_time() - begun
 
     with ThreadPoolExecutor(threads) as pool:
-        start, used = perf_counter(), process_time()
-        list(pool.map(spin, range(threads)))
-        return min(1.0, (process_time() - used) / (granted * (perf_counter() - start)))
+        start = perf_counter()
+        used = sum(pool.map(spin, range(threads)))
+        return min(1.0, used / (granted * (perf_counter() - start)))
 
 
 @cache

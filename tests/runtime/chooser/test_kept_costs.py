@@ -95,7 +95,7 @@ def test_what_is_measured_beside_other_programs_is_not_kept(
     monkeypatch.setattr(kept_costs, "free_share", share)
     monkeypatch.setattr(pair, "threads", 9999)
     assert costs_of(pair, BRIEFLY, notes.append)[1] is False
-    assert "other programs hold 40% of the processors" in notes[0]
+    assert "other programs or threads hold 40% of the processors" in notes[0]
     assert load_costs(pair, notes.append) is None
     costs_of(pair, BRIEFLY, notes.append)
     assert load_costs(pair, notes.append) is not None

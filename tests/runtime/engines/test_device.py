@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
+from edgespec_runtime.chooser.kept_costs import BUSY
 from edgespec_runtime.engines import device, engine
 from edgespec_runtime.engines.device import (
     Device,
@@ -82,6 +85,25 @@ def test_busy_threads_get_a_share_of_the_processors(monkeypatch: pytest.MonkeyPa
     assert 0.0 < free_share(1, seconds=0.1) <= 1.0
     monkeypatch.setattr(device, "processor_limit", lambda: 0.25)
     assert free_share(8 * cores, seconds=0.1) > 0.5
+
+
+def test_threads_of_this_process_that_do_other_work_hold_processors_too() -> None:
+    """Another pair that computes: costs that are measured beside it are not kept."""
+    cores, done = this_device().cores, Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            hashlib.sha256(bytes(2**20))
+
+    others = [Thread(target=compute) for _ in range(2 * cores)]
+    for other in others:
+        other.start()
+    try:
+        assert free_share(cores) < BUSY
+    finally:
+        done.set()
+        for other in others:
+            other.join()
 
 
 def test_memory_is_read_at_some_speed() -> None:
