@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from runpy import run_path
+
 import pytest
+from edgespec_runtime.untrusted import gguf_config
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import FAMILIES, family_for, having, with_architecture
@@ -24,6 +28,13 @@ def test_which_format_knows_which_family() -> None:
     assert having("subcloning") == ["llama", "mistral"]
     assert having("read_as_target") == ["llama", "qwen2", "qwen3", "smollm3"]
     assert with_architecture("llama") is FAMILIES["llama"]
+
+
+def test_a_second_family_of_an_architecture_takes_no_files_from_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(FAMILIES, "my_model", replace(FAMILIES["qwen3"], model_type="my_model"))
+    assert run_path(str(gguf_config.__file__))["READABLE"]["qwen3"] is FAMILIES["qwen3"]
 
 
 @pytest.mark.parametrize("kind", ["gemma", "gemma3", "mamba", ""])

@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.families import FAMILIES
+from edgespec.core.families import FAMILIES, Family
 from edgespec_runtime.untrusted.gguf_file import Header, read_header
 
 AGAIN = "fetch the file again"
 TOKENS = "tokenizer.ggml.tokens"
 ROPE_FACTORS = "rope_freqs.weight"
 _LOW, _HIGH = 1.0, 4.0  # turns within the original context between which Llama 3.1 blends
-READABLE = {family.gguf: family for family in FAMILIES.values() if family.read_as_target}
+READABLE: dict[str, Family] = {}
+"""The family that a file of an architecture is read as; of two with one architecture, the first."""
+for _family in FAMILIES.values():
+    if _family.read_as_target:
+        READABLE.setdefault(_family.gguf, _family)
 _READ = frozenset(
     """
     block_count context_length embedding_length feed_forward_length vocab_size attention.head_count attention.head_count_kv
