@@ -14,9 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME, STATIC
+
 EXACT = "exact"
 FAST = "fast"
 MODES = (EXACT, FAST)
+STEADY = frozenset({ONNXRUNTIME, LLAMACPP, STATIC})
+"""Engines whose kernels give a block the logits of single steps. OpenVINO is not one: it chooses its kernels itself."""
 ROUNDING = 1e-3  # of a logit; floats summed in another order stay below a tenth of it
 
 
@@ -54,10 +58,10 @@ class Way:
     def promised(self) -> bool:
         """Whether its kernels give a block the logits of single steps, measured or not.
 
-        Rounded activations of static graphs (qdq) may take another step in a block, and OpenVINO chooses its kernels itself.
+        Rounded activations of static graphs (qdq) may take another step in a block.
         """
-        unsure = self.float_weights or self.precision.startswith("qdq") or self.engine == "openvino"
-        return self.runs == EXACT and not unsure
+        unsure = self.float_weights or self.precision.startswith("qdq")
+        return self.runs == EXACT and self.engine in STEADY and not unsure
 
     def remark(self) -> str:
         """Where what runs is not what the mode's name says, why; else ''."""

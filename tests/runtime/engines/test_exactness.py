@@ -313,9 +313,12 @@ def test_a_caution_is_said_where_a_pair_is_not_exact() -> None:
         ("static", "qdq8", False),
         ("static", "qdq16", False),
         ("openvino", "fp32", False),
+        ("an engine that nobody has named", "fp32", False),
     ],
 )
-def test_integers_and_openvino_promise_nothing(engine: str, precision: str, promised: bool) -> None:
+def test_integers_openvino_and_unknown_engines_promise_nothing(
+    engine: str, precision: str, promised: bool
+) -> None:
     exact, fast = (exactness_of(Way(mode, engine, precision), {}).caution() for mode in (EXACT, FAST))
     near = "rounding may flip a near tie (not measured where the bundle was made"
     assert exact == ("" if promised else f"Exact mode without its promise: {near}).")
