@@ -35,6 +35,7 @@ README = REPOSITORY / "README.md"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 COMMAND = re.compile(r"^    +(?:\$ )?(?:.*\| )?(?:\S*/)?edgespec (.+)$", re.MULTILINE)
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMES_IN = re.compile(r"((?:`\w+`(?:, | and )?)+) in `(\S+\.py)`")
 LINK = re.compile(r"\]\(([^)#\s]+)?(?:#([^)\s]+))?\)")
 
 
@@ -223,6 +224,20 @@ def test_readme_commands_run(
 def test_recipes_of_the_docs_can_be_read(block: str) -> None:
     values = yaml.safe_load(block)
     assert (read_study("mine", values).recipe if "arms" in values else resolve(values, {})).target
+
+
+def test_contributing_names_what_there_is() -> None:
+    """Every file, and every name that is said to be in one."""
+    page = text_of(DOCS / "contributing.md")
+    for name in re.findall(r"\b(?:edgespec|runtime|recipes|export|tests)/[\w/]+\.py\b", page):
+        assert (REPOSITORY / name).is_file(), name
+    said = [(file, words) for words, file in NAMES_IN.findall(" ".join(page.split()))]
+    said += re.findall(r"^\| `(\S+\.py)` \| (.+) \|$", page, re.MULTILINE)
+    assert len(said) >= 20
+    for file, words in said:
+        for name in re.findall(r"`(\w+)`", words):
+            defined = rf"^(?:class |def )?{name}\b"
+            assert re.search(defined, text_of(REPOSITORY / file), re.MULTILINE), f"{name} is not in {file}"
 
 
 def test_contributing_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from edgespec_export.verify.exported_pair import FLOAT
 from edgespec_runtime.pair.device_defaults import (
     LENGTHS,
     named_manifest,
@@ -21,8 +22,10 @@ from edgespec.core.errors import BundleError, InputError
 from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.options import to_mapping
 from edgespec.planning import costs, devices_fit
-from edgespec.recipe.devices import FORMAT_OF, STATIC, device_of, profile, profiles
+from edgespec.planning.devices_fit import CACHE_VALUE
+from edgespec.recipe.devices import ENGINES, FORMAT_OF, STATIC, Profile, device_of, profile, profiles
 from edgespec.recipe.drafter import derive
+from edgespec.recipe.precisions import PRECISIONS, READ_BY
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import DrafterOptions, ExportOptions, Recipe
 from edgespec.recipe.targets import TARGETS
@@ -52,6 +55,14 @@ def test_every_profile_is_whole() -> None:
             assert "not run on the NPU" in one.ran
             assert (recipe.export.npu_length, recipe.export.npu_gamma) == (one.context, one.draft_length)
     assert [one.name for one in profiles().values() if one.ran.startswith("run ")] == ["laptop-cpu-x86"]
+
+
+def test_every_engine_and_format_is_in_every_table() -> None:
+    """Where one is missing, a table may say nothing: an engine without FLOAT is never measured."""
+    assert set(ENGINES) == set(FORMAT_OF) == set(CACHE_VALUE) == set(FLOAT)
+    assert set(PRECISIONS) == set(READ_BY) == set(FORMAT_OF.values())
+    for options in (ExportOptions, Profile):
+        assert set(PRECISIONS) <= {field.name for field in dataclasses.fields(options)}
 
 
 def test_list_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
