@@ -14,7 +14,8 @@ from pathlib import Path
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
-from prompt_toolkit.filters import Condition
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.history import History, InMemoryHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -52,6 +53,7 @@ class Keyboard:
             completer=Commands(),
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
             key_bindings=_keys(),
+            enable_suspend=True,
             input=input,
             output=output,
             reserve_space_for_menu=6,
@@ -68,8 +70,9 @@ class Keyboard:
 
 def _keys() -> KeyBindings:
     keys = KeyBindings()
+    in_message = has_focus(DEFAULT_BUFFER)  # and not in the field of a search, which has keys of its own
 
-    @keys.add("enter")
+    @keys.add("enter", filter=in_message)
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if buffer.complete_state and buffer.complete_state.current_completion:
@@ -79,11 +82,11 @@ def _keys() -> KeyBindings:
         else:
             buffer.validate_and_handle()
 
-    @keys.add("escape", "enter")
+    @keys.add("escape", "enter", filter=in_message)
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 
-    @keys.add("c-c")
+    @keys.add("c-c", filter=in_message)
     def _(event: KeyPressEvent) -> None:
         """What was typed is thrown away; where nothing was, the chat decides."""
         if event.current_buffer.text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from prompt_toolkit.output import DummyOutput
 from edgespec.core.errors import InputError
 
 UP, ALT_ENTER, CTRL_C, CTRL_D = "\x1b[A", "\x1b\r", "\x03", "\x04"
+CTRL_G, CTRL_R, CTRL_Z = "\x07", "\x12", "\x1a"
 PASTE, END = "\x1b[200~", "\x1b[201~"
 
 
@@ -66,6 +68,31 @@ def test_ctrl_c_at_an_empty_prompt_and_a_message_to_edit(
         keyboard().read()
     keys.send_text(" and more\r")
     assert keyboard().read("Hello") == "Hello and more"
+
+
+def test_a_search_of_the_history_ends_and_the_prompt_lives_on(
+    keys: PipeInput, keyboard: Callable[[], Keyboard]
+) -> None:
+    for typed, read in (
+        ("one\r", "one"),
+        (f"{CTRL_R}on\r\r", "one"),
+        (f"half{CTRL_R}on{CTRL_C} done\r", "half done"),
+    ):
+        keys.send_text(typed + CTRL_G + CTRL_D)  # so that a prompt that still waits ends too
+        prompt = keyboard()
+        assert prompt.read() == read
+        assert prompt.read() is None
+
+
+def test_ctrl_z_hands_the_terminal_to_the_shell(
+    keys: PipeInput, keyboard: Callable[[], Keyboard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("termios")
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.kill", lambda *given: sent.append(given))  # it would stop the test run too
+    keys.send_text(f"be{CTRL_Z}fore\r")
+    assert keyboard().read() == "before"
+    assert sent == [(0, signal.SIGTSTP)]
 
 
 def test_bytes_that_are_no_text_are_refused_and_what_follows_is_read(
