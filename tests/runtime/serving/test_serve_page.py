@@ -171,7 +171,9 @@ def test_stop_ends_the_reply_and_keeps_what_was_said(bundle: Path, tab: Tab) -> 
         until(lambda: len(gate.sizes) == 1)
         gate.passes.release(8)
         tab.until(f"{REPLY} && {REPLY}.textContent.length > 5")
-        assert tab.see("document.activeElement.id") == "stop"
+        tab.type("And")  # the next message, while the reply comes
+        tab.press("Space")
+        assert tab.see("running !== null && document.getElementById('prompt').value") == "And "
         tab.press("Escape")
         tab.until("running === null")
         until(lambda: all(job.left for job in list(server.line._jobs)))
@@ -191,6 +193,20 @@ def test_the_focus_stays_where_it_was_put_meanwhile(bundle: Path, tab: Tab) -> N
         gate.passes.release(50)
         tab.until(FINISHED)
         assert tab.see("document.activeElement.id") == "temperature"
+
+
+def test_a_button_that_goes_hands_its_focus_on(bundle: Path, tab: Tab) -> None:
+    with gated(bundle) as (server, gate):
+        opened(tab, server.url)
+        tab.type("Hello")
+        tab.see("document.getElementById('send').focus()")
+        tab.press("Enter")
+        until(lambda: len(gate.sizes) == 1)
+        assert tab.see("document.activeElement.id") == "stop"
+        gate.passes.release(8)
+        tab.press("Space")
+        tab.until("running === null")
+        assert tab.see("document.activeElement.id") == "prompt"
 
 
 def test_an_enter_that_confirms_a_candidate_sends_nothing(bundle: Path, tab: Tab) -> None:
