@@ -209,6 +209,23 @@ def test_a_button_that_goes_hands_its_focus_on(bundle: Path, tab: Tab) -> None:
         assert tab.see("document.activeElement.id") == "prompt"
 
 
+def test_a_text_begins_at_the_side_that_its_script_begins_at(bundle: Path, tab: Tab) -> None:
+    with listening(bundle) as server:
+        opened(tab, server.url)
+        short(tab, 3)
+        tab.type("שלום")
+        assert tab.see("getComputedStyle(document.getElementById('prompt')).direction") == "rtl"
+        tab.press("Enter")
+        tab.until(FINISHED)
+        left, right = tab.see(
+            "(box => { const text = document.createRange(); text.selectNodeContents(box);"
+            " const [a, b] = [text, box].map(one => one.getBoundingClientRect());"
+            " return [a.left - b.left, b.right - a.right]; })(document.querySelector('.user .said'))"
+        )
+        assert left > 100
+        assert right < 40
+
+
 def test_an_enter_that_confirms_a_candidate_sends_nothing(bundle: Path, tab: Tab) -> None:
     """Safari's comes when the composition is over, with the key code of one."""
     with listening(bundle) as server:
