@@ -171,6 +171,7 @@ def test_stop_ends_the_reply_and_keeps_what_was_said(bundle: Path, tab: Tab) -> 
         until(lambda: len(gate.sizes) == 1)
         gate.passes.release(8)
         tab.until(f"{REPLY} && {REPLY}.textContent.length > 5")
+        assert texts(tab, "#status") == ["The model is writing."]
         tab.type("And")  # the next message, while the reply comes
         tab.press("Space")
         assert tab.see("running !== null && document.getElementById('prompt').value") == "And "
@@ -178,6 +179,7 @@ def test_stop_ends_the_reply_and_keeps_what_was_said(bundle: Path, tab: Tab) -> 
         tab.until("running === null")
         until(lambda: all(job.left for job in list(server.line._jobs)))
         assert texts(tab, ".model .note") == ["stopped"]
+        assert texts(tab, "#status") == ["The reply was stopped."]
         assert tab.see("messages.length") == 2
         assert not tab.see("document.getElementById('send').hidden")
 
@@ -282,6 +284,9 @@ def test_errors_are_said_in_plain_words(bundle: Path, tab: Tab) -> None:
     with listening(bundle, key="k1") as server:
         tab.open(server.url)
         tab.until("document.getElementById('model').textContent.includes('API key')")
+        assert texts(tab, "#status") == texts(tab, "#model")
+        tab.size(400, 800)  # it is read to its end
+        assert tab.see("(one => one.scrollWidth <= one.clientWidth)(document.getElementById('model'))")
         say(tab, "Hello", "document.querySelector('.wrong') !== null")
         assert texts(tab, ".wrong") == [
             "This server wants an API key. Write it under Settings and try again."
@@ -313,7 +318,7 @@ def test_errors_are_said_in_plain_words(bundle: Path, tab: Tab) -> None:
 def test_a_server_without_a_drafter_says_so(bundle: Path, tab: Tab) -> None:
     with listening(bundle, draft=False) as server:
         opened(tab, server.url)
-        assert texts(tab, "#speculative-help") == ["This server runs without a drafter."]
+        assert texts(tab, "#speculative-help, #about") == ["This server runs without a drafter."] * 2
         assert tab.see("['speculative', 'rule', 'compare'].every(id => document.getElementById(id).disabled)")
         short(tab, 3)
         say(tab, "Hello")
