@@ -165,9 +165,12 @@ class _Frame:
 
 
 def formatted(text: str) -> Markdown:
-    """Markdown to print: tags stay as they are written, and addresses are shown, since a model may write either."""
+    """Markdown to print: tags and line breaks stay as written, and addresses are shown, since a model may write either."""
     markdown = Markdown(text, hyperlinks=False)
     markdown.parsed = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).parse(text)
+    for part in (child for token in markdown.parsed for child in token.children or ()):
+        if part.type == "softbreak":  # rich would print a blank
+            part.type = "hardbreak"
     return markdown
 
 

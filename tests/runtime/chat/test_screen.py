@@ -138,6 +138,13 @@ def test_markdown_takes_the_place_of_its_text_once_it_is_complete() -> None:
     assert "\x1b]8" not in terminal.written  # an address is shown, never hidden behind words
 
 
+def test_markdown_keeps_the_lines_that_were_written() -> None:
+    terminal = Terminal()
+    reply(terminal, [("**Roses** are red,\nviolets are blue.\n\n- sugar\n  is sweet", False)])
+    assert terminal.seen()[:2] == ["Roses are red,", "violets are blue."]
+    assert terminal.seen()[-3:] == [" • sugar", "   is sweet", ""]
+
+
 @pytest.mark.parametrize(
     ("text", "size", "options"),
     [
