@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from textwrap import wrap
 
@@ -12,20 +12,28 @@ LEAST = 12  # columns of text are not made narrower than this
 
 
 def table(
-    headers: Sequence[str], rows: Sequence[Sequence[object]], *, markdown: bool = False, left: int = 1
+    headers: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    markdown: bool = False,
+    left: int = 1,
+    painted: Callable[[int, str], str] = lambda row, line: line,
 ) -> str:
-    """Aligned columns: the first `left` of them to the left, the others to the right.
+    """Aligned columns: the first `left` of them to the left, the others to the right. `painted` colours a line of a row.
 
-    On a terminal that is too narrow, the widest of the first `left` columns are folded; words of the first one stay whole.
+    On a terminal that is too narrow, the widest headers of the others are folded, then the widest of the first `left` columns.
+    Numbers stay whole, and so do words of headers and of the first column. Where it does not fit then, the first one stays whole.
     """
     cells = [[str(cell) for cell in row] for row in [headers, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
     if not markdown and sys.stdout.isatty():
         room = shutil.get_terminal_size().columns - 2 * (len(widths) - 1)
-        words = max(len(word) for row in cells for word in [*row[0].split(), ""])
-        least = [words, *[LEAST] * (left - 1)]
-        while sum(widths) > room and (wide := [i for i in range(left) if widths[i] > least[i]]):
-            widths[max(wide, key=widths.__getitem__)] -= 1
+        least = [_least(place, column, left) for place, column in enumerate(zip(*cells, strict=True))]
+        for folded in (range(left, len(widths)), range(left)):
+            while sum(widths) > room and (wide := [i for i in folded if widths[i] > least[i]]):
+                widths[max(wide, key=widths.__getitem__)] -= 1
+        if sum(widths) > room:
+            widths[0] = max(len(row[0]) for row in cells)
 
     def lines(row: Sequence[str]) -> Iterator[str]:
         folded = [
@@ -45,7 +53,15 @@ def table(
         if markdown
         else "  ".join(dashes)
     )
-    return "\n".join([*lines(cells[0]), rule, *(line for row in cells[1:] for line in lines(row))])
+    body = (painted(place, line) for place, row in enumerate(cells[1:]) for line in lines(row))
+    return "\n".join([*lines(cells[0]), rule, *body])
+
+
+def _least(place: int, column: Sequence[str], left: int) -> int:
+    """The width at which a column is not folded any more."""
+    header, *body = column
+    whole = body if place >= left else [] if place else " ".join(body).split()
+    return max(LEAST if 0 < place < left else 0, *map(len, [*header.split(), *whole, ""]))
 
 
 def interval(value: float, low: float, high: float, digits: int = 2) -> str:

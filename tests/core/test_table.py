@@ -23,17 +23,45 @@ def test_a_table_is_whole_where_nobody_looks() -> None:
     )
 
 
+def on_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((columns, 24)))
+
+
 @pytest.mark.parametrize("columns", [200, 60, 40, 10])
 def test_a_terminal_folds_text_and_breaks_no_name(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = table(HEADERS, ROWS, left=2)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((columns, 24)))
+    on_a_terminal(columns, monkeypatch)
     folded = table(HEADERS, ROWS, left=2)
     least = 14 + 12 + 5 + 2 * 2
     assert max(map(len, folded.splitlines())) <= max(columns, least)
     assert (folded == whole) == (columns >= len(whole.splitlines()[0]))
     assert "laptop-cpu-x86" in folded
     assert sorted(folded.replace("-", "").split()) == sorted(whole.replace("-", "").split())
+
+
+@pytest.mark.parametrize("columns", [60, 50, 30])
+def test_headers_of_numbers_fold_first_and_names_only_where_it_helps(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers, name = (
+        ("", "x plain, chat at temperature 0", "MBSU by parameters"),
+        "target llama.cpp in fast mode",
+    )
+    on_a_terminal(columns, monkeypatch)
+    first, second, _, row, *rest = table(headers, [(name, "1.05 [1.01, 1.10]", "1.21")]).splitlines()
+    words = " ".join((first, second)).split()
+    assert words == ["x", "plain,", "chat", "at", "MBSU", "by", "temperature", "0", "parameters"]
+    assert row.split("  ", 1)[0] == ("target llama.cpp in" if columns == 50 else name)
+    assert row.split()[-4:] == ["1.05", "[1.01,", "1.10]", "1.21"]
+    assert rest == (["fast mode"] if columns == 50 else [])
+    assert columns == 30 or max(map(len, (first, row))) <= columns
+
+
+def test_the_lines_of_a_row_are_painted(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_terminal(40, monkeypatch)
+    lines = table(HEADERS, ROWS, left=2, painted=lambda row, line: f"{row}{line}").splitlines()
+    assert [line[0] for line in lines[2:]] == ["0", "0", "0", "1"]
 
 
 def test_counts_have_three_digits() -> None:

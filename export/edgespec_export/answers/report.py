@@ -46,17 +46,12 @@ def answers_report(found: Mapping[str, Any], *, colour: bool = False, side_by_si
 
 def answers_table(checks: Sequence[Check], *, colour: bool = False, markdown: bool = False) -> str:
     """A row for every file and mode in which answers were compared; changed ones are red."""
-    rows = [
-        (list(_cells(check, mode, answers)), answers["verdict"])
-        for check in checks
-        for mode, answers in modes_of(check)
-    ]
-    lines = table(HEADERS, [cells for cells, _ in rows], markdown=markdown).splitlines()
-    if len(lines) != len(rows) + 2:  # a narrow terminal folds rows
-        return "\n".join(lines)
-    for place, (_, word) in enumerate(rows, 2):
-        lines[place] = red(lines[place], colour and word == CHANGED)
-    return "\n".join(lines)
+    found = [(check, mode, answers) for check in checks for mode, answers in modes_of(check)]
+
+    def painted(row: int, line: str) -> str:
+        return red(line, colour and found[row][2]["verdict"] == CHANGED)
+
+    return table(HEADERS, [list(_cells(*one)) for one in found], markdown=markdown, painted=painted)
 
 
 def warnings(checks: Sequence[Check]) -> list[str]:

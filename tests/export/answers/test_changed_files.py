@@ -125,7 +125,12 @@ def test_without_replies_there_is_no_verdict(root: Path, capsys: pytest.CaptureF
     assert "its answers were not compared" in capsys.readouterr().err
 
 
-def test_colours_are_for_changed_files_alone(found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_colours_are_for_changed_files_alone(
+    found: dict[str, Any], narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: narrow)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size((80, 24)))
     plain, coloured = (answers_report(found, colour=colour) for colour in (False, True))
     assert "\x1b" not in plain
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
