@@ -155,6 +155,9 @@ def progress(label: str, total: float | None, unit: str = "steps", done: float =
     bar = kind(label, total, unit, done)
     try:
         yield bar
+        if bar.total and bar.n < bar.total:  # it was less than was thought
+            bar.total = bar.n
+            bar.refresh()
     finally:
         bar.close()
 

@@ -106,6 +106,19 @@ def test_a_log_has_a_line_for_each_tenth_and_ends_at_all_of_it(
     assert said[-1].startswith("count: 1,000 things, ")
 
 
+def test_a_step_that_was_less_than_was_thought_ends_at_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_module, "SHOWN_AFTER", 0.0)
+    with progress("count", 10, "things") as bar:
+        bar.update(6)
+    assert lines(capsys)[-1].startswith("count: 100 %, 6 of 6 things, ")
+    with contextlib.suppress(KeyError), progress("count", 10, "things") as bar:
+        bar.update(6)
+        raise KeyError
+    assert lines(capsys)[-1].startswith("count: 60 %, 6 of 10 things, ")
+
+
 def test_what_is_short_or_unwanted_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

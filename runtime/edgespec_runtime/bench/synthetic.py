@@ -305,6 +305,7 @@ def _rounds(
             made = {place: once(every[place], turn, options.max_new_tokens) for place in order}
             runs += [made[place] for place in range(len(every))]  # reports name the arms in this order
             turn += 1
-            bar.total = max(turn, LEAST_ROUNDS)
+            fitting = int(options.seconds * turn / (perf_counter() - start))
+            bar.total = max(turn, LEAST_ROUNDS, fitting)
             bar.update(1)
     return runs

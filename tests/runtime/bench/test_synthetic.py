@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from edgespec_runtime.bench import synthetic
 from edgespec_runtime.bench.synthetic import Options, SyntheticPair, ways_of
-from edgespec_runtime.bench.synthetic_report import Arm
+from edgespec_runtime.bench.synthetic_report import Arm, Run
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
@@ -18,6 +18,7 @@ from loop_setup import V
 from synthetic_shape import SMALL_SHAPE
 from toy_engine import ToyEngine, random_model
 
+from edgespec.core import progress
 from edgespec.core.errors import InputError
 
 
@@ -27,6 +28,28 @@ def test_an_engine_without_synthetic_files_is_named(engine: str, precision: str)
     words = f"no synthetic files for the engine '{engine}'; known: llama.cpp, onnxruntime"
     with pytest.raises(InputError, match=words):
         ways_of(Options(engine=engine, precision=precision))
+
+
+def toy_runs(seconds: float = 0.0, **how: Any) -> list[Run]:
+    """Plain decoding and one arm, with toy engines."""
+    engines = [TimedEngine(ToyEngine(random_model(seed, V), V)) for seed in (1, 2)]
+    target, draft = map(CachedEngine, engines)
+    shapes = dict.fromkeys(("target", "drafter"), replace(SMALL_SHAPE, vocab_size=V))
+    pair = SyntheticPair("toy", "onnxruntime", "fp32", shapes, {}, {})
+    options = Options(max_new_tokens=4, prompt_tokens=4, seconds=seconds, **how)
+    costs = Costs((8,), ((0.010, 0.012, 0.013),), (0.001,))
+    return synthetic._rounds(pair, target, draft, options, costs, [Arm((0.5,), 2)], engines)
+
+
+def test_the_bar_is_full_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SHOWN_AFTER", 0.0)
+    rounds = len(toy_runs(seconds=0.2)) // 2
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert rounds > synthetic.LEAST_ROUNDS
+    assert f": 100 %, {rounds} of {rounds} rounds" in last
+    assert not any(": 100 %" in line for line in lines)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -40,12 +63,5 @@ def test_plain_decoding_and_every_arm_draw_by_one_rule(
         return decode(target, draft, prompt, how, *more)
 
     monkeypatch.setattr(synthetic, "decode", noting)
-    engines = [TimedEngine(ToyEngine(random_model(seed, V), V)) for seed in (1, 2)]
-    target, draft = map(CachedEngine, engines)
-    shapes = dict.fromkeys(("target", "drafter"), replace(SMALL_SHAPE, vocab_size=V))
-    pair = SyntheticPair("toy", "onnxruntime", "fp32", shapes, {}, {})
-    options = Options(temperature=temperature, max_new_tokens=4, prompt_tokens=4, seconds=0.0)
-    costs = Costs((8,), ((0.010, 0.012, 0.013),), (0.001,))
-    runs = synthetic._rounds(pair, target, draft, options, costs, [Arm((0.5,), 2)], engines)
-    assert len(runs) == 2 * synthetic.LEAST_ROUNDS
+    assert len(toy_runs(temperature=temperature)) == 2 * synthetic.LEAST_ROUNDS
     assert rules == {(True, "lossless"), (False, "lossless")}
