@@ -18,6 +18,7 @@ from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.texts import harmless
 from edgespec_runtime.chat.conversation import Conversation, keeping_system
 from edgespec_runtime.chat.replies import pieces
+from edgespec_runtime.chat.status import NOTES
 from edgespec_runtime.chat.terminal import MAX_MESSAGE, typed
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import check_prompt
@@ -77,6 +78,9 @@ def run(given: dict[str, Any]) -> int:
         if not options.raw:
             decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
         check_prompt(pair.target, pair.draft, prompt, decoding)
+        exactness = pair.measured_exactness()
+        if caution := exactness.caution():
+            note(caution)
         schedules = Schedules(pair, note)
         schedule = schedules.of(decoding)
         counts, said, finish = RawCounts(), "", ""
@@ -88,6 +92,9 @@ def run(given: dict[str, Any]) -> int:
         finally:  # also where an engine fails in mid-reply: the error stands on a line of its own
             if said:
                 print(flush=True)
+        if words := NOTES.get(finish):
+            context = pair.target.engine.context_length
+            note(words.format(max_new_tokens=options.max_new_tokens, context=context))
         if not options.json:
             return 0
         report = {
@@ -96,7 +103,7 @@ def run(given: dict[str, Any]) -> int:
             "prompt_tokens": len(prompt),
             "engine": pair.backend,
             "precision": pair.precision,
-            "exactness": dataclasses.asdict(pair.measured_exactness()),
+            "exactness": dataclasses.asdict(exactness),
             "options": to_mapping(options),
             "counts": dump(counts),
             "off": schedules.off(decoding),

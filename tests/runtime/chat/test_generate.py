@@ -25,6 +25,21 @@ def test_generate_streams_the_reply(bundle: Path, capfd: pytest.CaptureFixture[s
     assert len(speculative) > 30
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--max-new-tokens 5", "cut at max_new_tokens 5\n"),
+        ("--max-new-tokens 200 --context 64", "cut: the context of 64 tokens is full\n"),
+        ("--max-new-tokens 5 --quiet", ""),
+    ],
+)
+def test_generate_says_that_a_reply_was_cut(
+    bundle: Path, flags: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(bundle), "Hello there", "--draft-length", "2", *flags.split()]) == 0
+    assert capfd.readouterr().err == words
+
+
 def test_generate_reports_raw_counts(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = "--json --max-new-tokens 30 --draft-length 4 --drafter model --system"
     assert main(["generate", str(bundle), "Hello there", *flags.split(), "Be brief."]) == 0

@@ -77,6 +77,7 @@ def test_a_chat_names_it_and_says_what_is_not_promised(
     assert f"target: {engine} fp32, drafter" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
     flags = ["--precision", "fp32", "--threads", "1", "--draft-length", "2", "--max-new-tokens", "2"]
-    assert main(["chat", str(folder), "--engine", engine, *flags]) == 0
     unmeasured = ENGINES[engine][1] is None
-    assert ("Exact mode without its promise" in capsys.readouterr().err) is unmeasured
+    for verb, prompt in (("chat", []), ("generate", ["Hello"])):
+        assert main([verb, str(folder), *prompt, "--engine", engine, *flags]) == 0
+        assert ("Exact mode without its promise" in capsys.readouterr().err) is unmeasured
