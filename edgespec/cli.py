@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -150,13 +151,20 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _overview() -> argparse.ArgumentParser:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items())
+    width, columns = max(map(len, VERBS)), max(40, shutil.get_terminal_size().columns - 2)
+
+    def filled(text: str, indent: int = 0) -> str:
+        return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+    verbs = "\n".join(filled(f"  {name:<{width}}  {verb.help}", width + 4) for name, verb in VERBS.items())
+    more = filled("edgespec VERB --help tells a verb's options and the names they take.")
     parser = _Parser(
         prog="edgespec",
         usage="edgespec [--version] VERB ...",
-        description="Gives a chat LLM a tiny, well-aligned drafter and runs the pair fast on laptops and devices.",
-        epilog=f"verbs:\n{verbs}\n\nedgespec VERB --help tells a verb's options and the names they take.",
+        description=filled(
+            "Gives a chat LLM a tiny, well-aligned drafter and runs the pair fast on laptops and devices."
+        ),
+        epilog=f"verbs:\n{verbs}\n\n{more}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

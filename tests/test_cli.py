@@ -206,6 +206,19 @@ def test_out_folder_of_another_recipe(
     assert (tmp_path / "full" / "thesis.txt").read_text() == "precious"
 
 
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_the_list_of_verbs_fits_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) < columns for line in shown.splitlines())
+    words = " ".join(shown.split())
+    assert all(f"{name} {verb.help}" in words for name, verb in VERBS.items())
+    assert f"\n  {'chat':<14}  talk to a bundle\n" in shown
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
