@@ -143,6 +143,10 @@ class _Parser(argparse.ArgumentParser):
                 found.append(word)
         return found
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        _flush()
+        super().exit(status, message)
+
     def error(self, message: str) -> NoReturn:
         known = {flag for action in self._actions for flag in action.option_strings}
         strange = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
@@ -256,24 +260,42 @@ def _defect() -> int:
     return DEFECT
 
 
+def _flush() -> None:
+    """Write out what was printed; Python would do it when it ends, where nobody could catch the error. Raises OSError."""
+    try:
+        print(end="", flush=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the exit code; every expected error becomes one line on stderr."""
     forgive_streams()
+    code = _code_of(sys.argv[1:] if argv is None else argv)
+    try:
+        _flush()
+    except OSError:  # it was said, or the reader of a pipe left; Python would try once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _code_of(arguments: list[str]) -> int:
     try:
         with naming_extras("this command"):
-            return _run(sys.argv[1:] if argv is None else argv)
+            code = _run(arguments)
+        _flush()
+        return code
     except EdgespecError as error:
         met_by_all = isinstance(error, InputError) and not isinstance(error, OneProcessError)
         if not (met_by_all and os.environ.get("RANK", "0") != "0"):
             print(f"edgespec: {harmless(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        verb = VERBS.get((sys.argv[1:] if argv is None else argv)[0])
+        verb = VERBS.get(arguments[0])
         hint = "; run the same command again to go on from here" if verb and verb.resumes else ""
         print(f"\nedgespec: interrupted{hint}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as error:
         message = write_error(place_of(error, os.getcwd()), error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from edgespec_runtime.rules.table import RULES
-from repository import REPOSITORY
+from repository import PYTHONPATH, REPOSITORY
 from tiny_models import make_model_folder
 
 from edgespec.cli import VERBS, main, parser_of
@@ -276,6 +277,23 @@ def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
     assert "pip install 'edgespec[all]'" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not out.exists()
+
+
+@pytest.mark.parametrize("words", [["targets"], ["targets", "--help"]], ids=" ".join)
+def test_a_reader_who_leaves_early_is_no_error_and_a_full_disk_is_one_line(words: list[str]) -> None:
+    """Also where all of it waits in a buffer until the program ends."""
+    command, paths = [sys.executable, "-m", "edgespec", *words], {"PYTHONPATH": PYTHONPATH}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=paths, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=paths, text=True)
+        assert done.returncode == 2
+        assert "cannot write standard output: no space left on the disk" in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 def raising(error: BaseException) -> Callable[[object], int]:
