@@ -69,6 +69,11 @@ def interval(value: float, low: float, high: float, digits: int = 2) -> str:
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
+def many(number: int, word: str) -> str:
+    """(1, 'prompt') -> '1 prompt', (3, 'prompt') -> '3 prompts'."""
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
 def count(number: float) -> str:
     """1234567 -> '1.23M', 652.94 -> '653'."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):

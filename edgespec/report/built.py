@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from edgespec.core.manifest import HEAD, BundleModel, Manifest
-from edgespec.core.table import byte_size, count, duration
+from edgespec.core.table import byte_size, count, duration, many
 from edgespec.report.fields import Fields, clean
 from edgespec.report.gather import Run
 from edgespec.report.parts import ABSENT, Cell, Section, Table
@@ -88,7 +88,7 @@ def _shape(model: BundleModel, manifest: Manifest) -> str:
     """`30 layers × 576, vocabulary 49,152`, as far as the manifest says."""
     found = Fields(model.shape, str(manifest.folder))
     layers, hidden, vocabulary = (found.whole(name) for name in ("layers", "hidden", "vocab_size"))
-    words = f"{layers} layer{'s' * (layers != 1)} × {hidden}" if layers and hidden else ""
+    words = f"{many(layers, 'layer')} × {hidden}" if layers and hidden else ""
     return ", ".join(filter(None, [words, f"vocabulary {vocabulary:,}" if vocabulary else ""]))
 
 

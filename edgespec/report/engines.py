@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.errors import InputError
+from edgespec.core.table import many
 from edgespec.report.fields import Fields, clean
 from edgespec.report.figures import MUTED, RUNS, drawn, lying
 from edgespec.report.gather import Run
@@ -85,7 +86,7 @@ def _measured(runs: Sequence[Run]) -> list[Table]:
         threads, exactness = fields.whole("threads"), fields.object("exactness")
         rows.append(
             [
-                Cell(of_run(clean(words), run.number, len(runs)), f"{threads} threads" if threads else ""),
+                Cell(of_run(clean(words), run.number, len(runs)), many(threads, "thread") if threads else ""),
                 rate(plain.token_rate if plain else None),
                 Cell(best.name if best else ""),
                 rate(best.token_rate if best else None),

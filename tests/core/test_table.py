@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from edgespec.core.table import count, table
+from edgespec.core.table import count, many, table
 
 HEADERS = ("device", "what it is", "bytes")
 ROWS = [("laptop-cpu-x86", "a laptop with a processor of eight cores", 12), ("pi", "small", 3)]
@@ -62,6 +62,10 @@ def test_the_lines_of_a_row_are_painted(monkeypatch: pytest.MonkeyPatch) -> None
     on_a_terminal(40, monkeypatch)
     lines = table(HEADERS, ROWS, left=2, painted=lambda row, line: f"{row}{line}").splitlines()
     assert [line[0] for line in lines[2:]] == ["0", "0", "0", "1"]
+
+
+def test_one_is_singular() -> None:
+    assert [many(number, "prompt") for number in (0, 1, 2)] == ["0 prompts", "1 prompt", "2 prompts"]
 
 
 def test_counts_have_three_digits() -> None:

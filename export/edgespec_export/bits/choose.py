@@ -98,7 +98,7 @@ class Chooser:
     ) -> None:
         self.probe, self.rounding, self.weights, self.tables = probe, rounding, weights, tables
         self.options: dict[str, list[Option]] = {}
-        with progress(f"round to {rounding.name}", len(probe.groups), "group") as bar:
+        with progress(f"round to {rounding.name}", len(probe.groups), "groups") as bar:
             for group in probe.groups:
                 self.options[group.name] = self._options(sensitivities[group.name], group)
                 bar.update(1)
@@ -197,7 +197,7 @@ class Chooser:
                 f"{self._bits(best):.2f} bits a weight; ask for at most that, or for a precision without rounding"
             )
         low, high = 0, len(points) - 1  # `high` keeps enough
-        with progress("search for the size", TRIES, "try") as bar:
+        with progress("search for the size", TRIES, "tries") as bar:
             for _ in range(TRIES):
                 if low >= high:
                     break

@@ -157,7 +157,10 @@ class Probe:
         """{group: KL in nats for a unit of error}."""
         found: dict[str, float] = {}
         texts = self.texts.measured
-        with self._remembered(texts) as wanted, progress("measure tensors", len(self.groups), "group") as bar:
+        with (
+            self._remembered(texts) as wanted,
+            progress("measure tensors", len(self.groups), "groups") as bar,
+        ):
             for group in self.groups:
                 rounded = {name: probed(self.matrix(name)) for name in group.tensors}
                 error = sum(float(self.errors(name, value).sum()) for name, value in rounded.items())

@@ -244,7 +244,7 @@ def _held(role: str, path: Path) -> str:
 
 
 def run(given: dict[str, Any]) -> int:
-    from edgespec_export.verify.report import report_of
+    from edgespec_export.verify.report import broken_words, report_of
 
     options = from_mapping(Options, given)
     try:
@@ -259,5 +259,5 @@ def run(given: dict[str, Any]) -> int:
         print(f"\nNot checked, having no bounds here: {', '.join(found['skipped'])}.", flush=True)
     write_result(options.json, found)
     if found["broken"]:
-        raise CheckFailed(f"{len(found['broken'])} bounds are broken: {'; '.join(found['broken'])}")
+        raise CheckFailed(broken_words(found["broken"]))
     return 0

@@ -40,7 +40,7 @@ from edgespec_export.verify.file_check import FileCheck, note_weight
 from edgespec_export.verify.files import Standard, as_numbered, verify_files
 from edgespec_export.verify.head_check import check_head
 from edgespec_export.verify.readback import Weights, gguf_settings, weights_of
-from edgespec_export.verify.report import broken_of, report_of
+from edgespec_export.verify.report import broken_of, broken_words, report_of
 from edgespec_export.verify.tokenizers import Source
 
 Array = np.ndarray[Any, Any]
@@ -162,7 +162,7 @@ def verify_pair(
     broken = broken_of(result)
     if broken:
         raise CheckFailed(
-            f"{report_of(result)}\n{len(broken)} bounds are broken: {'; '.join(broken)}. "
+            f"{report_of(result)}\n{broken_words(broken)}. "
             f"Remove {export_folder} and export again; if it stays, the exporter does not know this model"
         )
     checks = result["files"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json
-from edgespec.core.table import table
+from edgespec.core.table import many, table
 from edgespec_export.answers.report import answers_report
 from edgespec_export.verify.exported_pair_report import about, acceptance_table, broken_bounds
 from edgespec_export.verify.tokenizers import tokenizer_table
@@ -47,6 +47,11 @@ def broken_of(found: dict[str, Any]) -> list[str]:
     named += [(f"{check['where']} tokenizer", check) for check in found["tokenizers"]]
     reasons = [f"{name}: {reason}" for name, check in named for reason in check["broken"]]
     return reasons + broken_bounds(found["acceptance"])
+
+
+def broken_words(broken: list[str]) -> str:
+    """How many bounds are broken, and which."""
+    return f"{many(len(broken), 'bound')} {'are' if len(broken) > 1 else 'is'} broken: {'; '.join(broken)}"
 
 
 def files_table(checks: list[dict[str, Any]]) -> str:

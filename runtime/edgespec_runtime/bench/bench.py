@@ -25,7 +25,7 @@ from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with
 from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
-from edgespec.core.table import count, duration
+from edgespec.core.table import count, duration, many
 from edgespec_runtime.bench.categories import Category, by_category, category_table
 from edgespec_runtime.bench.dialogues import Dialogue, fitting_dialogues
 from edgespec_runtime.bench.plot import plot_bench
@@ -314,8 +314,8 @@ def run(given: dict[str, Any]) -> int:
             ways += ["a smaller --max-new-tokens"] * bool(options.suite and options.when_full != SHIFT)
             more = f"; {' or '.join(ways)} leaves more room" if ways else ""
             print(
-                f"Left out, because the context has no room for them: {asked.too_long} prompts, "
-                f"{asked.turns_left_out} later turns{more}."
+                f"Left out, because the context has no room for them: {many(asked.too_long, 'prompt')}, "
+                f"{many(asked.turns_left_out, 'later turn')}{more}."
             )
         print(verdict(summaries))
         if options.json:  # the report decodes a few replies once more
@@ -332,9 +332,9 @@ def run(given: dict[str, Any]) -> int:
 def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequence[Summary]) -> None:
     prompts, repeats = (len({getattr(run, of) for run in runs}) for of in ("prompt", "repeat"))
     names = f"{pair.manifest.target.name} with {pair.manifest.drafter.name}"
-    print(f"{names}, {pair.backend} {pair.precision}, {options.threads or default_threads()} threads")
+    print(f"{names}, {pair.backend} {pair.precision}, {many(options.threads or default_threads(), 'thread')}")
     print(
-        f"{prompts} prompts x {repeats}, up to {options.max_new_tokens} tokens, "
+        f"{many(prompts, 'prompt')} x {repeats}, up to {options.max_new_tokens} tokens, "
         f"{options.words()}; medians over prompts, 95 % bootstrap intervals\n"
     )
     print(speed_table(summaries, markdown=options.markdown), end="\n\n")

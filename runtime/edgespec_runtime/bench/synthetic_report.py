@@ -13,7 +13,7 @@ from typing import Any
 
 from edgespec.core import __version__
 from edgespec.core.metrics import RawCounts, bootstrap, median
-from edgespec.core.table import count, interval, table
+from edgespec.core.table import count, interval, many, table
 from edgespec_runtime.bench import report
 from edgespec_runtime.bench.report import AUTO, PLAIN, Interval
 from edgespec_runtime.chooser.pass_costs import Costs, CostsAt
@@ -153,7 +153,7 @@ def text(section: Section, *, markdown: bool = False) -> str:
     return "\n".join(
         [
             f"{section.name}'s shape ({count(sizes['target'])}, random weights) with its drafter's ({count(sizes['drafter'])}), "
-            f"{section.engine} {section.precision}, {section.threads} thread{'s' * (section.threads > 1)}, {how}",
+            f"{section.engine} {section.precision}, {many(section.threads, 'thread')}, {how}",
             f"c = {ratios}; {rounds} rounds; medians over rounds, 95 % bootstrap intervals",
             f"Plain: {interval(*plain)} tok/s; {step / GB:.3g} GB of weights a token, {plain[0] * step / GB:.1f} GB/s. "
             "Loop: what all else adds to the passes of both models.",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.table import many
 from edgespec_runtime.chat import saved
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import AUTOMATIC, SETTABLE, choices_of, listed, parted, shown
@@ -193,7 +194,7 @@ def _verdict(plain: ComparedReply, speculative: ComparedReply, *, seeded: bool) 
 def _save(chat: Chat, file: str) -> None:
     with _path("/save", file) as path:
         saved.save(chat.conversation, chat.pair.manifest.target.name, path)
-    chat.view.note(f"{len(chat.conversation.messages) // 2} turns are in {file}")
+    chat.view.note(f"wrote {many(len(chat.conversation.messages) // 2, 'turn')} to {file}")
 
 
 def _load(chat: Chat, file: str) -> None:

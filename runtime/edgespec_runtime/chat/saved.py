@@ -16,6 +16,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_bytes, writing
 from edgespec.core.manifest import Manifest
+from edgespec.core.table import many
 from edgespec.core.texts import check_text
 from edgespec.shell.environment import cache_folder
 from edgespec_runtime.chat.conversation import Conversation
@@ -128,4 +129,4 @@ def told(turns: Sequence[Message]) -> str:
         return "the conversation is empty"
     last = " ".join(turns[-2]["content"].split())
     words = last if len(last) <= 60 else last[:59] + "…"
-    return f"going on behind {len(turns) // 2} turn{'s' * (len(turns) > 2)}; the last message was: {words}"
+    return f"going on behind {many(len(turns) // 2, 'turn')}; the last message was: {words}"

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from edgespec.core.metrics import RawCounts
+from edgespec.core.table import many
 
 WINDOW = 2.0  # seconds of decoding that the present speed is the mean of: some blocks, so that it can be read
 
@@ -70,7 +71,7 @@ class Tally:
             return "stopped before the reply began"
         times, drafts = self._drafts(counts.token_rate)
         return _joined(
-            f"{counts.emitted} tokens",
+            many(counts.emitted, "token"),
             f"{counts.token_rate:.1f} tok/s",
             times and f"est. {times}",
             drafts and f"{drafts} ({tau_of(counts)}α {counts.acceptance_rate:.2f})",

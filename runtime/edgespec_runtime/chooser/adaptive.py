@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgespec.core.metrics import acceptance_rate_of
+from edgespec.core.table import many
 from edgespec_runtime.chooser.current_costs import CurrentCosts
 from edgespec_runtime.chooser.expected_acceptance import AcceptanceRates
 from edgespec_runtime.chooser.pass_costs import Costs
@@ -173,7 +174,7 @@ def why_off(paces: Sequence[float], tokens: Sequence[float]) -> str:
         return "off: this engine takes one token in a pass"
     costs = [paces[0] * expected / pace for pace, expected in zip(paces, tokens, strict=True)]
     length = min(range(1, len(costs)), key=lambda length: _alpha(costs[length], length))
-    drafts = f"off: a draft of {length} token{'s' * (length > 1)} and its pass cost {costs[length]:.2f} plain steps here"
+    drafts = f"off: a draft of {many(length, 'token')} and its pass cost {costs[length]:.2f} plain steps here"
     needed, has = _alpha(costs[length], length), _alpha(tokens[length], length)
     if costs[length] >= length + 1:
         return f"{drafts} and give {length + 1} tokens at most"

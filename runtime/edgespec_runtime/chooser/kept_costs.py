@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
+from edgespec.core.table import many
 from edgespec.shell.environment import cache_folder
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.pass_costs import Costs
@@ -68,7 +69,7 @@ class Kept:
     @property
     def source(self) -> str:
         """The threads, and the file that has them."""
-        return f"{self.subject.threads} threads, {self.subject.file().name}"
+        return f"{many(self.subject.threads, 'thread')}, {self.subject.file().name}"
 
 
 def outline(shape: ModelShape | Mapping[str, Any]) -> dict[str, Any]:

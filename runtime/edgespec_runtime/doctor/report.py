@@ -9,7 +9,7 @@ from typing import Any
 
 from edgespec.core.metrics import mbsu, predicted_block_efficiency
 from edgespec.core.options import as_flags
-from edgespec.core.table import table
+from edgespec.core.table import many, table
 from edgespec_runtime.bench.report import block_cause
 from edgespec_runtime.chooser.expected_acceptance import Acceptance
 from edgespec_runtime.chooser.pass_costs import Costs, CostsAt
@@ -282,8 +282,8 @@ def text(findings: Findings, *, markdown: bool = False) -> str:
     chosen, device = findings.chosen, findings.device
     source = "kept from an earlier run; --fresh measures again" if findings.kept else "measured now"
     parts = [
-        f"{findings.target} with {findings.drafter}: {chosen.name}, {findings.threads} "
-        f"thread{'s' * (findings.threads != 1)}\n{device}; reads {findings.bandwidth / 1e9:.1f} GB/s",
+        f"{findings.target} with {findings.drafter}: {chosen.name}, "
+        f"{many(findings.threads, 'thread')}\n{device}; reads {findings.bandwidth / 1e9:.1f} GB/s",
         f"Single steps ({source})\n\n" + cost_table(chosen.costs, markdown=markdown),
         f"Draft lengths: v = a pass of γ + 1 tokens in plain steps; the rest at a context of {chosen.at.context}\n\n"
         + draft_length_table(chosen, findings.acceptances, findings.byte_ratio, markdown=markdown),

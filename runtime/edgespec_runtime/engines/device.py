@@ -17,6 +17,7 @@ from time import perf_counter, thread_time
 import numpy as np
 
 from edgespec.core.free_space import free_memory, processor_limit
+from edgespec.core.table import many
 from edgespec_runtime.engines.engine import default_threads
 
 READ_BYTES = 512 * 2**20  # more than the last cache of nearly every processor
@@ -35,9 +36,8 @@ class Device:
     system: str
 
     def __str__(self) -> str:
-        cores = f"{self.cores} core{'s' * (self.cores != 1)}"
         memory = [f"{self.memory_gib} GiB"] if self.memory_gib else []  # a system may not say it
-        return ", ".join([self.cpu, cores, *memory, self.system])
+        return ", ".join([self.cpu, many(self.cores, "core"), *memory, self.system])
 
 
 def this_device() -> Device:

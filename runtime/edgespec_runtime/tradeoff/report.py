@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts, bootstrap, median, summed
-from edgespec.core.table import interval, table
+from edgespec.core.table import interval, many, table
 from edgespec_runtime.bench.report import Interval, Run
 from edgespec_runtime.decoding.speed import dump
 from edgespec_runtime.rules.sampling import Warp
@@ -223,15 +223,11 @@ def setting(study: Study) -> str:
         beside = f" Other programs ran too and left {share:.0%} of the processors: latencies suffer."
     warped = Warp(**{field.name: options[field.name] for field in fields(Warp) if field.name in options})
     return (
-        f"{about['pair']}, {about['engine']} {about['precision']}, {_many(about['threads'], 'thread')}: "
-        f"{_many(prompts, 'prompt')}{f' x {repeats}' if repeats > 1 else ''}, up to {options['max_new_tokens']} tokens, "
+        f"{about['pair']}, {about['engine']} {about['precision']}, {many(about['threads'], 'thread')}: "
+        f"{many(prompts, 'prompt')}{f' x {repeats}' if repeats > 1 else ''}, up to {options['max_new_tokens']} tokens, "
         f"γ = {options['draft_length']}, {warped.words()}. "
         f"Block of tokens against single steps: {about['block_against_single_steps']}.{beside}"
     )
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def document(studies: Sequence[tuple[Study, Sequence[Summary], str]]) -> str:

@@ -209,7 +209,7 @@ def test_a_chat_is_left_out_only_where_the_context_has_no_room_for_one_token(
     assert main(["bench", str(bundle), *QUICK, *flags, *given]) == 0
     said = capsys.readouterr().out
     assert "2 prompts x 1" in said
-    assert f"no room for them: 1 prompts, 0 later turns{advice}\n" in said
+    assert f"no room for them: 1 prompt, 0 later turns{advice}\n" in said
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["too_long"] == {"prompts": 1, "turns": 0}
 
@@ -243,7 +243,7 @@ def test_the_report_has_a_table_and_a_file_by_category(
     said = capsys.readouterr().out
     assert "mixed.jsonl by category: γ = 2 against plain decoding" in said
     assert (
-        "no room for them: 1 prompts, 0 later turns; a smaller --max-new-tokens leaves more room.\n" in said
+        "no room for them: 1 prompt, 0 later turns; a smaller --max-new-tokens leaves more room.\n" in said
     )
     report = json.loads(file.read_text())
     rows = {row["category"]: row for row in report["categories"]}

@@ -131,6 +131,7 @@ def test_stats_leave_out_a_context_that_is_not_known(
     chat = new_chat(pair)
     handle(chat, "Hello")
     handle(chat, f"/save {tmp_path / 'a.json'}")
+    assert "1 turn to" in capsys.readouterr().err
     for line, shown in (
         ("", f"context {len(chat.conversation.ids)} of 256 tokens"),
         ("/system Be kind.", ""),

@@ -97,6 +97,10 @@ def test_a_drafter_that_wrote_alone_has_no_tokens_per_pass() -> None:
         100, 50, counts=RawCounts(drafted=4, emitted=4, tested=[4], accepted=[4], total_seconds=1.0)
     )
     assert "4/4 drafted accepted (α 1.00) · " in tally.line()
+    assert tally.line().startswith("4 tokens · ")
+    tally.counts.emitted = 1
+    assert tally.line().startswith("1 token · ")
+    tally.counts.emitted = 4
     tally.counts.blocks = 2
     assert "4/4 drafted accepted (τ 2.00, α 1.00) · " in tally.line()
 
