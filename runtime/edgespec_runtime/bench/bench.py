@@ -31,6 +31,7 @@ from edgespec_runtime.bench.dialogues import Dialogue, fitting_dialogues
 from edgespec_runtime.bench.plot import plot_bench
 from edgespec_runtime.bench.report import (
     AUTO,
+    LEAST_PROMPTS,
     PLAIN,
     Place,
     Run,
@@ -65,7 +66,6 @@ from edgespec_runtime.pair.device_defaults import LENGTHS, named_manifest, with_
 from edgespec_runtime.rules.table import MAX_DRAFT, LoopRule
 from edgespec_runtime.text.prompts import read_chats
 
-LEAST_PROMPTS = 3
 TURN_SEEDS = 2**32  # between the seeds of a prompt's turns: more than there are prompts and repeats
 MOST_REPEATS = 9  # where they are as many as fit in the time: more tell little of a machine that drifts
 

@@ -21,10 +21,11 @@ from edgespec.core.metrics import (
     ratio_of_sums,
     summed,
 )
-from edgespec.core.table import interval, table
+from edgespec.core.table import interval, many, table
 
 PLAIN = 0  # the draft length of a plain run
 AUTO = -1  # ... of one whose draft lengths were chosen block by block, by the schedule or by a rule with a loop of its own
+LEAST_PROMPTS = 3  # an interval over fewer has hardly a width, and says nothing of other prompts
 GOOD_ACCEPTANCE = 0.8  # what a well-distilled drafter reaches on its own target's replies
 Interval = tuple[float, float, float]  # value, low and high end of the 95 % interval
 
@@ -65,6 +66,7 @@ class Summary:
     """
 
     draft_length: int
+    prompts: int
     mean_draft_length: float
     token_rate: Interval
     first_token_seconds: float
@@ -178,6 +180,7 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
         summaries.append(
             Summary(
                 draft_length=length,
+                prompts=len(counts),
                 mean_draft_length=total.mean_draft_length,
                 token_rate=bootstrap(grouped.of(length, rate), median),
                 first_token_seconds=median(grouped.of(length, first)),
@@ -274,7 +277,7 @@ def shortfalls(
 def verdict(summaries: Sequence[Summary]) -> str:
     """Whether speculation pays for this pair on this machine; where it does not, the cause, from the measured costs.
 
-    The chosen γ is judged where it was measured, since chat and generate have no other.
+    The chosen γ is judged where it was measured, since chat and generate have no other. Too few prompts tell nothing.
     """
     best = fastest_fixed(summaries)
     chosen = next((s for s in summaries if s.draft_length == AUTO), None)
@@ -289,6 +292,9 @@ def verdict(summaries: Sequence[Summary]) -> str:
         )
     block = (best.block_efficiency[0], best.mean_draft_length, best.draft_cost, best.verify_cost)
     sums = f" ({_block_sums(*block)})" if best.blocks else ""
+    if best.prompts < LEAST_PROMPTS:
+        few = f"{many(best.prompts, 'prompt')} cannot tell whether speculation pays here"
+        return f"{few}: {measured}; more prompts would tell{sums}.{beside}"
     if low > 1.0:
         return f"Speculation pays here: {measured}.{beside}"
     if high >= 1.0:

@@ -59,10 +59,10 @@ def plain_run(prompt: int, step: float = 0.010) -> Run:
     return known_run(prompt, PLAIN, blocks=60, emitted=60, step=step)
 
 
-def bench(*, step: float, draft_step: float, blocks: int, length: int = 3) -> list[Summary]:
-    """Four equal prompts of 60 tokens: plain passes of 10 ms against blocks of the given costs."""
+def bench(*, step: float, draft_step: float, blocks: int, length: int = 3, prompts: int = 4) -> list[Summary]:
+    """Some equal prompts of 60 tokens: plain passes of 10 ms against blocks of the given costs."""
     runs = []
-    for prompt in range(4):
+    for prompt in range(prompts):
         runs.append(plain_run(prompt))
         runs.append(known_run(prompt, length, blocks=blocks, emitted=60, step=step, draft_step=draft_step))
     return summarise(runs, {"parameters": 0.02, "bytes": 0.05})
@@ -192,6 +192,14 @@ def test_the_verdict_names_the_cause(costs: dict[str, float], words: str) -> Non
     assert words in said
     assert ("does not pay" in said) is ("Speculation pays" not in said)
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("step", [0.012, 0.035])
+def test_one_prompt_tells_nothing(step: float) -> None:
+    """Its interval has no width, whatever other prompts would give."""
+    said = verdict(bench(step=step, draft_step=0.001, blocks=20, prompts=1))
+    assert said.startswith("1 prompt cannot tell whether speculation pays here: ")
+    assert "more prompts would tell" in said
 
 
 def test_a_verdict_that_blames_the_loop() -> None:

@@ -47,7 +47,7 @@ def run_of(prompt: int, length: int, seconds: float) -> Run:
 def test_the_row_goes_by_the_drafts_that_were_made() -> None:
     runs = [
         run_of(prompt, length, {PLAIN: 0.6, AUTO: 0.38}[length])
-        for prompt in (0, 1)
+        for prompt in range(3)
         for length in (PLAIN, AUTO)
     ]
     summaries = summarise(runs, {"bytes": 0.05})
@@ -120,8 +120,8 @@ def test_prompts_without_a_block_tell_nothing_of_a_pass() -> None:
     ],
 )
 def test_a_drafter_that_wrote_alone_has_no_figures_of_a_block(seconds: float, words: str) -> None:
-    runs = [run_of(prompt, PLAIN, 0.6) for prompt in (0, 1)]
-    runs += [alone(run_of(prompt, AUTO, seconds)) for prompt in (0, 1)]
+    runs = [run_of(prompt, PLAIN, 0.6) for prompt in range(3)]
+    runs += [alone(run_of(prompt, AUTO, seconds)) for prompt in range(3)]
     summaries = summarise(runs, {"bytes": 0.05})
     own = summaries[-1]
     assert all(map(math.isnan, (own.verify_cost, own.predicted, own.mbsu["bytes"])))

@@ -242,9 +242,7 @@ def test_the_report_has_a_table_and_a_file_by_category(
     assert main(["bench", str(bundle), *QUICK, *flags]) == 0
     said = capsys.readouterr().out
     assert "mixed.jsonl by category: γ = 2 against plain decoding" in said
-    assert (
-        "no room for them: 1 prompt, 0 later turns; a smaller --max-new-tokens leaves more room.\n" in said
-    )
+    assert "no room for them: 1 prompt, 0 later turns; a smaller --max-new-tokens leaves more room.\n" in said
     report = json.loads(file.read_text())
     rows = {row["category"]: row for row in report["categories"]}
     assert list(rows) == ["chat", "code", "maths", "prompts", ALL]
