@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 
 from uvicorn import Config
@@ -66,8 +67,15 @@ class Listener:
 
     @property
     def url(self) -> str:
+        """As this machine's browser opens it."""
         host, port = self.address
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        name = "localhost" if self.is_everywhere else f"[{host}]" if ":" in host else host
+        return f"http://{name}:{port}"
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether it listens on every address of this machine."""
+        return ip_address(self.address[0]).is_unspecified
 
     @property
     def is_local(self) -> bool:

@@ -83,7 +83,8 @@ def run(given: dict[str, Any]) -> int:
         if not (access.local or key):
             print(f"anyone who reaches {options.host} can use this server; set {API_KEY}", file=sys.stderr)
         print(f"serving {service.name} at {server.url}/v1", flush=True)
-        print(f"open {server.url}/ in a browser to chat", flush=True)
+        elsewhere = "; on another machine, with this machine's name for localhost"
+        print(f"open {server.url}/ in a browser to chat{elsewhere * listener.is_everywhere}", flush=True)
         if caution := pair.measured_exactness().caution():
             note(caution)
         server.serve_forever()

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from edgespec_runtime.serving import api, serve
 from edgespec_runtime.serving.app import MAX_BODY, MAX_BRACKETS
-from served import CHAT, ask, listening, send, served
+from served import CHAT, ask, listening, send, served, started
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
@@ -113,19 +113,27 @@ def test_strangers_are_turned_away(url: str) -> None:
         assert ask(url, TEXT, body, Host=host)[0] == 403
 
 
-@pytest.mark.parametrize("host", ["::1", "[::1]", "::", "localhost", "127.0.0.1", ""])
+@pytest.mark.parametrize("host", ["::1", "[::1]", "::", "localhost", "127.0.0.1", "", "0.0.0.0"])
 def test_addresses_of_both_kinds(bundle: Path, host: str) -> None:
-    """The address that is printed answers; `::` and '' answer to everybody's name."""
+    """The address that is printed answers; `::`, '' and 0.0.0.0 answer to everybody's name."""
     if ":" in host and not _has_ipv6():
         pytest.skip("this machine has no IPv6")
     with listening(bundle, host) as server:
-        assert server.url.startswith("http://[" if ":" in host else "http://")
-        address = server.url.replace("[::]", "[::1]").replace("0.0.0.0", "127.0.0.1")
-        assert ask(address, TEXT, {"prompt": "a", "max_tokens": 1})[0] == 200
-        stranger = ask(address, "/v1/models", None, Host="evil.example")[0]
-        assert stranger == (200 if host in ("::", "") else 403)
+        everywhere = host in ("::", "", "0.0.0.0")
+        assert server.url.startswith("http://[" if ":" in host and not everywhere else "http://")
+        assert ("//localhost:" in server.url) is everywhere  # not every browser opens the others
+        assert ask(server.url, TEXT, {"prompt": "a", "max_tokens": 1})[0] == 200
+        stranger = ask(server.url, "/v1/models", None, Host="evil.example")[0]
+        assert stranger == (200 if everywhere else 403)
         if host == "::":
             assert ask(f"http://127.0.0.1:{server.listener.address[1]}", "/health")[0] == 200
+
+
+def test_another_machine_is_told_what_to_open(bundle: Path) -> None:
+    with started(bundle, "--host", "0.0.0.0") as (process, url):
+        assert url.startswith("http://localhost:")
+        assert process.stdout is not None
+        assert f"open {url}/ in a browser to chat; on another machine, " in process.stdout.readline()
 
 
 def _has_ipv6() -> bool:
