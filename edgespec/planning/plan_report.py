@@ -219,9 +219,9 @@ def _room(plan: Plan) -> list[str]:
 
 def _cost_of_building(plan: Plan) -> list[str]:
     seconds = sum(stage.seconds for stage in plan.stages)
-    busy = sum(stage.seconds * stage.devices for stage in plan.stages)
+    busy = sum(stage.seconds * stage.devices for stage in plan.stages) / 3600
     longest = max(plan.stages, key=lambda stage: stage.seconds)
-    hours = "" if plan.hardware.measured else f" ({busy / 3600:,.0f} GPU hours)"
+    hours = "" if plan.hardware.measured or busy < 1.5 else f" ({busy:,.0f} GPU hours)"
     name = longest.cost.stage
     cure = f": fewer --{name}.steps cost less and give less" if name in TRAININGS else ""
     share = f"{longest.seconds / seconds:.0%} of it {name}"

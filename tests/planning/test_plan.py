@@ -83,6 +83,7 @@ def test_a_budget_says_how_to_measure_what_can_be_measured(capsys: pytest.Captur
     assert f"{bench} on the device before" in there
     assert "this plan again there, without --device, which uses" in there
     here = planned(capsys, *tiny)
+    assert "GPU hours" not in here  # it takes minutes
     assert f"{bench} before" in here
     assert "this plan again, which uses" in here
     other = planned(capsys, *tiny, "--drafter.layers", "1")
