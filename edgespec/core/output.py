@@ -7,6 +7,7 @@ progress off. Results and errors stay.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -87,6 +88,11 @@ def step(text: str) -> None:
     """A long verb begins a stage: a line among its tables, or where notes go when JSON replaces these."""
     if not is_quiet():
         print(harmless(text), file=sys.stderr if _now.out else sys.stdout, flush=True)
+
+
+def next_step(*command: object) -> None:
+    """The command that goes on from a verb's result, below it."""
+    print(f"Next: {shlex.join(map(str, command))}", flush=True)
 
 
 def note(text: str) -> None:

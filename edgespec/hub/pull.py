@@ -19,7 +19,7 @@ from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk
 from edgespec.core.manifest import MANIFEST, MAX_MANIFEST_BYTES, BundleFile, open_manifest, read_manifest
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.output import json_knob, step, write_result
+from edgespec.core.output import json_knob, next_step, step, write_result
 from edgespec.core.progress import MIB, progress
 from edgespec.core.table import byte_size
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
@@ -43,6 +43,7 @@ def run(given: dict[str, Any]) -> int:
     pull(options.repo, out, options.revision, round(min(options.max_gib, GIB) * GIB))
     print(f"bundle: {out}")
     write_result(options.json, {"bundle": str(out)})
+    next_step("edgespec", "chat", out)
     return 0
 
 

@@ -21,7 +21,7 @@ from edgespec.core.errors import InputError, MissingExtra, NoRoom
 from edgespec.core.files import write_text
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import json_knob, step, write_result
+from edgespec.core.output import json_knob, next_step, step, write_result
 from edgespec.core.table import byte_size
 from edgespec.planning.plan import PlanOptions, recipes_for
 from edgespec.planning.preflight import Room, check_processes, disk_left, find_shortages, refuse, room_here
@@ -179,6 +179,7 @@ def run(given: dict[str, Any]) -> int:
         build = _build(recipe, out, processes, command, fresh)
         if not processes.rank:
             write_result(options.json, build.summary())
+            next_step("edgespec", "chat", out / "bundle")
     return 0
 
 

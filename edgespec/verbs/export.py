@@ -18,7 +18,7 @@ from edgespec.core.files import read_json, read_object, shares_blocks, write_tex
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import bytes_in, free_disk
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import json_knob, write_result
+from edgespec.core.output import json_knob, next_step, write_result
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size
 from edgespec.model_folder.head import is_head, shape_of_drafter
@@ -261,4 +261,5 @@ def run(given: dict[str, Any]) -> int:
         export = Export(recipe, out, source=source)
         export.run()
         write_result(options.json, export.summary())
+        next_step("edgespec", "chat", out / "bundle")
     return 0

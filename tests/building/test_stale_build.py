@@ -63,6 +63,7 @@ def test_nothing_changed(place: Place) -> None:
     (place.data / "target" / "model.safetensors").touch()
     assert place.build() == []
     assert place.why() == {}
+    assert place.printed.splitlines()[-1] == f"Next: edgespec chat {place.out / 'bundle'}"
 
 
 def test_instructions_changed_in_place(place: Place) -> None:

@@ -14,7 +14,7 @@ import pytest
 from edgespec.cli import VERBS, main, parser_of
 from edgespec.core import progress as progress_module
 from edgespec.core.options import given
-from edgespec.core.output import note, step, verb_output, write_result
+from edgespec.core.output import next_step, note, step, verb_output, write_result
 from edgespec.core.progress import progress
 
 NO_TABLE = {"chat", "serve", "completion", "report"}
@@ -79,6 +79,11 @@ def test_what_is_said_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("a \ufffd[2Jstep\n", "a \ufffd[2Jnote\n")
     print("as before")
     assert capsys.readouterr().out == "as before\n"
+
+
+def test_the_next_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    next_step("edgespec", "chat", Path("my builds/bundle"))
+    assert capsys.readouterr().out == "Next: edgespec chat 'my builds/bundle'\n"
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -197,6 +197,7 @@ def test_pull_gives_the_bundle_and_nothing_else(hub: Hub, bundle: Path, tmp_path
     hub.repos[REPO]["training.bin"] = b"\x80\x04 not asked for"
     done = edgespec(hub, tmp_path, "pull", REPO)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "Next: edgespec chat pair"
     assert contents(tmp_path / "pair") == contents(bundle)
     assert open_manifest(tmp_path / "pair").target.name == "target"
     assert not (tmp_path / ".pair.partial").exists()

@@ -120,7 +120,9 @@ def test_it_resumes(
     assert open_manifest(out / "bundle").pairs() == [("onnxruntime", "int4"), ("onnxruntime", "int8")]
     capsys.readouterr()
     assert main(command(models, prompts, out, "--device", "laptop-cpu-x86")) == 0
-    assert capsys.readouterr().out.count("(done before)") == 4  # data, export, verify, pack
+    printed = capsys.readouterr().out
+    assert printed.count("(done before)") == 4  # data, export, verify, pack
+    assert printed.splitlines()[-1] == f"Next: edgespec chat {out / 'bundle'}"
     assert main(command(models, prompts, out, "--device", "raspberry-pi")) == 2
     assert "holds a build of another recipe" in capsys.readouterr().err
 
