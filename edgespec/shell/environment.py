@@ -9,6 +9,7 @@ from pathlib import Path
 
 HOME, CONFIG, QUIET, API_KEY = "EDGESPEC_HOME", "EDGESPEC_CONFIG", "EDGESPEC_QUIET", "EDGESPEC_API_KEY"
 OPTION = "EDGESPEC_VERB_OPTION"
+READY = "ready"  # in the cache folder, the ready pairs
 HIDDEN = "(set, not shown)"
 
 
@@ -63,6 +64,12 @@ def cache_folder() -> Path:
     if home := os.environ.get(HOME):
         return Path(home).expanduser()
     return _folder("XDG_CACHE_HOME", ".cache", "LOCALAPPDATA", "AppData/Local", "Library/Caches")
+
+
+def as_typed(bundle: Path) -> str:
+    """What a person calls a bundle: a ready pair in the cache by its name, any other by its folder."""
+    pair = bundle.parent
+    return pair.name.rpartition("-")[0] if pair.parent == cache_folder() / READY else str(bundle)
 
 
 def config_file() -> Path:

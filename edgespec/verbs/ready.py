@@ -25,11 +25,10 @@ from edgespec.model_folder.head import keep_in_bytes
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.shipped import in_recipes, load_recipe
 from edgespec.recipe.targets import TARGETS, gguf_of
-from edgespec.shell.environment import HOME, cache_folder
+from edgespec.shell.environment import HOME, READY, cache_folder
 from edgespec.stages.training_facts import TRAINING, read_training, training_of
 from edgespec.verbs.export import Export, Source
 
-READY = "ready"
 KEY = 12  # hex digits of a pair's key in its folder's name
 EVALUATION = "evaluation.json"
 EXPORT = {

@@ -12,9 +12,10 @@ from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.manifest import MANIFEST
 from edgespec.recipe.targets import TARGETS
+from edgespec.shell.environment import READY, as_typed
 from edgespec.verbs import chat, found_bundles
 from edgespec.verbs.found_bundles import Found, found
-from edgespec.verbs.ready import READY, folder_of, ready_folders
+from edgespec.verbs.ready import folder_of, ready_folders
 
 NAME = "smollm2-135m-instruct"
 
@@ -61,6 +62,7 @@ def test_a_ready_pair_says_what_it_still_needs(here: Path, monkeypatch: pytest.M
     pair = folder_of(NAME, ready_folders()[NAME], file)
     for made, words in ((pair.with_name(f"{NAME}-0123456789ab"), "its bundle is made once"), (pair, "")):
         assert made.parent == here / "cache" / "home" / READY
+        assert as_typed(made / "bundle") == NAME
         (made / "bundle").mkdir(parents=True)
         (made / "bundle" / MANIFEST).touch()
         assert found()[-1].missing == ""

@@ -18,6 +18,7 @@ from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import progress
 from edgespec.core.shapes import told_shape
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME, STATIC
+from edgespec.shell.environment import as_typed
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances_of
 from edgespec_runtime.chooser.kept_costs import costs_of
@@ -92,7 +93,7 @@ def examine(options: Options) -> Findings:
     if options.acceptance is not None:
         known = (Acceptance("as given", options.acceptance),)
     return Findings(
-        bundle=options.bundle,
+        bundle=as_typed(Path(options.bundle)),
         target=manifest.target.name,
         drafter=manifest.drafter.name,
         device=this_device(),

@@ -327,13 +327,14 @@ def test_a_devices_bundle_is_measured_as_chat_runs_it(
     both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    shutil.copytree(both, tmp_path / "bundle")
+    bundle = shutil.copytree(both, tmp_path / "home" / "ready" / "a-pair-0123" / "bundle")
     device = {"name": "raspberry-pi", "draft_length": None, "max_draft_length": 4, "context": 64}
-    change_manifest(tmp_path / "bundle", lambda value: value.update(device=device))
-    given: dict[str, Any] = {"bundle": str(tmp_path / "bundle"), "engine": "onnxruntime", "threads": 1}
+    change_manifest(bundle, lambda value: value.update(device=device))
+    given: dict[str, Any] = {"bundle": str(bundle), "engine": "onnxruntime", "threads": 1}
     found = doctor.examine(doctor.Options(**given, seconds=0.4, contexts=(16,)))
     assert found.asked == {"engine": "onnxruntime", "threads": 1}  # chat takes the context by itself
-    with closing(open_pair(tmp_path / "bundle", LoadOptions("onnxruntime", context=64, threads=1))) as pair:
+    assert found.bundle == "a-pair"  # what a person types
+    with closing(open_pair(bundle, LoadOptions("onnxruntime", context=64, threads=1))) as pair:
         assert load_costs(pair, print) == found.chosen.costs
 
 
