@@ -56,7 +56,8 @@ def parse_yaml(data: bytes, where: str) -> Any:
     """YAML that people write by hand, of plain types. Raises InputError naming `where`.
 
     Two things that would fill memory or take hours are refused: aliases (ten short lines of them can stand for a value of ten
-    thousand million items), and many brackets (PyYAML takes seconds for a thousand within each other).
+    thousand million items), and many brackets (PyYAML takes seconds for a thousand within each other). So is a key that stands
+    twice, of which PyYAML would keep the last one without a word.
     """
     import yaml  # only now: --help does not wait for it
 
@@ -66,13 +67,38 @@ def parse_yaml(data: bytes, where: str) -> Any:
             raise InputError(f"{where} opens {opened} brackets; at most {MOST_BRACKETS} are read")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
             raise InputError(f"{where} has a YAML alias (*name); write the value out")
-        return yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        if (node := loader.get_single_node()) is None:
+            return None
+        _check_keys(node, where)
+        return loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise InputError(
             f"{where} is nested too deeply; an option is a section, a name and a value"
         ) from error
+
+
+def _check_keys(root: Any, where: str) -> None:
+    """Raise InputError where a mapping of a YAML document has a key twice."""
+    nodes = [root]
+    for node in nodes:  # which grows: as deep as the document
+        if node.id == "sequence":
+            nodes += node.value
+        if node.id != "mapping":
+            continue
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            nodes.append(value)
+            if key.id != "scalar":  # PyYAML refuses it
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise InputError(
+                    f"{where} has the key {key.value!r} in line {lines[key.value]} and again in line {line}; give it once"
+                )
+            lines[key.value] = line
 
 
 def check_text(value: Any, where: str) -> None:

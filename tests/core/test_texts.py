@@ -22,7 +22,7 @@ from repository import REPOSITORY
 from edgespec.cli import VERBS, main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl
-from edgespec.core.texts import check_text, unwritable, without_nan
+from edgespec.core.texts import check_text, parse_yaml, unwritable, without_nan
 
 HALF = "half \ud83d"
 
@@ -181,6 +181,27 @@ def run(words: list[str], encoding: str, given: bytes = b"") -> subprocess.Compl
         env=environment,
         check=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: 1\ntarget: a\nseed: 2\n", "f has the key 'seed' in line 1 and again in line 3; give it once"),
+        ("arms:\n- {a: 1}\n- x: {b: 1, b: 1}\n", "f has the key 'b' in line 3 and again in line 3"),
+        ("1: a\n'1': b\n", "f has the key '1' in line 1 and again in line 2"),  # the names of two arms
+    ],
+)
+def test_a_key_of_yaml_stands_once(text: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_yaml(text.encode(), "f")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# nothing", "3", "a: {x: 1}\nb: {x: 1}\nc: [{x: 1}, {x: 1}]", "<<: {a: 1}\na: 2"]
+)
+def test_other_yaml_is_what_pyyaml_reads(text: str) -> None:
+    assert parse_yaml(text.encode(), "f") == yaml.safe_load(text)
 
 
 def test_json_has_null_for_what_is_no_number() -> None:

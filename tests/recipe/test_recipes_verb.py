@@ -210,9 +210,13 @@ def test_check_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         ("a: &a [x, x]\nb: &b [*a, *a]\ntarget: [*b, *b]\n", "has a YAML alias"),
         ("target: " + "[" * 3000 + "]" * 3000, "opens 3000 brackets; at most 500 are read"),
         ("seed: 2024-13-45", "is not valid YAML: month must be in"),
+        (
+            "distill: {steps: 5}\nseed: 1\ndistill: {finish: tvd}\n",
+            "has the key 'distill' in line 1 and again in",
+        ),
     ],
 )
-def test_a_recipe_that_would_fill_memory(tmp_path: Path, text: str, words: str) -> None:
+def test_a_recipe_that_would_fill_memory_or_lose_a_part(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(InputError, match=words):
         load_recipe(tmp_path / "bad.yaml")
