@@ -144,6 +144,18 @@ def _bounded(value: Any, field: dataclasses.Field[Any], name: str) -> Any:
     return value
 
 
+def underscored(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Options by the names that knobs have, those of sections too. Raises InputError for one that is given in both spellings."""
+    ready: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        label = f"{where}.{name}" if where else name
+        if name in ready:
+            raise InputError(f"{label} is given twice, once with - and once with _; give it once")
+        ready[name] = underscored(value, label) if isinstance(value, Mapping) else value
+    return ready
+
+
 def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Build a (nested) dataclass from plain values; an unknown key is an error with the closest known one."""
     if not isinstance(values, Mapping):
@@ -151,9 +163,8 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
     hints = typing.get_type_hints(kind)
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     ready: dict[str, Any] = {}
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
-        label = f"{where}.{key}" if where else str(key)
+    for name, value in underscored(values, where).items():
+        label = f"{where}.{name}" if where else name
         if name not in known:
             raise InputError(f"unknown option {label!r}{did_you_mean(name, known)}")
         if is_section(hints[name]):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.options import from_mapping, merge, to_mapping
+from edgespec.core.options import from_mapping, merge, to_mapping, underscored
 from edgespec.model_folder.head import LAST, THREE
 from edgespec.recipe.devices import profile
 from edgespec.recipe.schema import (
@@ -29,7 +29,7 @@ RECIPE_FILE = "recipe.resolved.yaml"
 
 def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
     """flag > device of a flag > YAML > preset, device of the YAML > default."""
-    values = _with_device(file_values, flags)
+    values = _with_device(underscored(file_values), underscored(flags))
     distill = values.get("distill")
     if isinstance(distill, dict) and isinstance(distill.get("preset"), str):
         values = {**values, "distill": merge(PRESETS.get(distill["preset"], {}), distill)}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.options import from_mapping, knob, merge, to_mapping
+from edgespec.core.options import from_mapping, knob, merge, to_mapping, underscored
 from edgespec.recipe.data_sources import BuildData, is_local
 from edgespec.recipe.read import resolve
 from edgespec.recipe.sampling import Sampling
@@ -181,7 +181,7 @@ def read_study(name: str, values: Mapping[str, Any], *, target: str = "", data: 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{where} is {value!r}; it must be a mapping of options")
-    return value
+    return underscored(value, where)
 
 
 def _named(values: Mapping[str, Any], section: str) -> list[tuple[str, Any]]:

@@ -29,6 +29,17 @@ def test_flag_over_yaml_over_default() -> None:
     assert recipe.distill.text_fraction == Recipe(target="x").distill.text_fraction
 
 
+def test_a_flag_beats_a_key_with_dashes() -> None:
+    file = {"target": "a", "distill": {"preset": "gkd", "student-fraction": 0.5}}
+    assert resolve(file, {}).distill.student_fraction == 0.5
+    assert (
+        resolve(file, parse(["--target", "a", "--distill.student-fraction", "0.2"])).distill.student_fraction
+        == 0.2
+    )
+    device = {"target": "a", "device": "intel-npu", "export": {"npu-length": 256}}
+    assert resolve(device, parse(["--target", "a", "--export.npu-length", "128"])).export.npu_length == 128
+
+
 def test_lists_and_none() -> None:
     recipe = resolve(
         {"target": "a", "drafter": {"layers": None}, "pretrain": None},

@@ -144,6 +144,10 @@ def test_check_names_every_problem(capsys: pytest.CaptureFixture[str], tmp_path:
         ({"generate": {"temperatures": []}}, "generate.temperatures is empty"),
         ({"generate": {"system_prompts": []}}, "generate.system_prompts is empty"),
         ({"evaluate": {"draft_lengths": []}}, "evaluate.draft_lengths is empty"),
+        (
+            {"distill": {"student-fraction": 0.5, "student_fraction": 0.2}},
+            "distill.student_fraction is given twice, once with - and once with _",
+        ),
         ({"seed": 10**23}, "seed is 100000000000000000000000; it must be at most"),
         ({"seed": 2**32}, "seed is 4294967296; it must be at most 4294967295"),
         (

@@ -102,6 +102,14 @@ def test_what_a_study_may_not_say(path: str, value: Any, message: str) -> None:
         read_study("s", changed(path, value))
 
 
+def test_dashes_in_the_names_of_knobs_and_not_of_arms() -> None:
+    given = changed("recipe/distill/learning-rate", 0.5)
+    del given["recipe"]["distill"]["learning_rate"]
+    given["arms"]["fkl-k0.5"]["recipe"] = {"distill": {"learning_rate": 0.25}}
+    arms = read_study("s", given).arms
+    assert [arms[name].recipe.distill.learning_rate for name in ("fkl", "fkl-k0.5")] == [0.5, 0.25]
+
+
 def test_some_arms_and_seeds() -> None:
     study = read_study("s", values())
     assert list(study.only(["fkl-k0.5"], [7]).arms) == ["pretrained", "fkl-k0.5"]  # the baseline stays
