@@ -10,7 +10,8 @@ import dataclasses
 import shlex
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from edgespec.core.errors import InputError, did_you_mean
@@ -30,11 +31,13 @@ def knob(
     positional: bool = False,
     names: Callable[[], Iterable[str]] = tuple,
     bare: tuple[str, str] | None = None,
+    prose: bool = False,
 ) -> Any:
     """A dataclass field with its help text and bounds; lists are given as tuples.
 
     names: what stands for `{names}` in the help, asked for only when the help is printed; other values may be allowed too.
     bare: the value of a flag that is given alone, and how a word must end to be its value: `--json` and `--json FILE.json`.
+    prose: of a list of texts that have commas of their own, which part none of them.
     """
     metadata = {
         "help": help,
@@ -44,6 +47,7 @@ def knob(
         "positional": positional,
         "names": names,
         "bare": bare,
+        "prose": prose,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -123,11 +127,24 @@ def check(value: Any, hint: Any, field: dataclasses.Field[Any], name: str) -> An
     if many:
         choices = field.metadata.get("choices")
         none_of_them = value == "" and choices is not None and "" not in choices  # --export.onnx ''
-        items = [] if none_of_them else value.split(",") if isinstance(value, str) else value
+        items = [] if none_of_them else _items(value, field) if isinstance(value, str) else value
         if not isinstance(items, list | tuple):
             raise InputError(f"{name} is {value!r}; it must be a list of {kind.__name__}")
         return tuple(_bounded(_scalar(item, kind, name), field, name) for item in items)
     return _bounded(_scalar(value, kind, name), field, name)
+
+
+def _items(text: str, field: dataclasses.Field[Any]) -> list[Any]:
+    """The items of a list that is given as one text: between its commas, or of prose the text itself or those of a JSON list."""
+    if not field.metadata.get("prose"):
+        return text.split(",")
+    if text.startswith("["):
+        import json  # only now: --help does not wait for it
+
+        with suppress(ValueError, RecursionError):
+            items: list[Any] = json.loads(text)
+            return items
+    return [text]
 
 
 def _bounded(value: Any, field: dataclasses.Field[Any], name: str) -> Any:
@@ -228,7 +245,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
             parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, **keywords)
         else:
             choices = ",".join(str(one) for one in field.metadata.get("choices") or () if one != "")
-            shape = (f"{{{choices}}}" if choices else field.name.upper()) + (",..." if many else "")
+            listed = many and not field.metadata.get("prose")
+            shape = (f"{{{choices}}}" if choices else field.name.upper()) + (",..." if listed else "")
             if bare := field.metadata.get("bare"):
                 keywords |= {"nargs": "?", "const": bare[0]}
                 shape = f"FILE{bare[1]}"
@@ -264,6 +282,8 @@ def _help(field: dataclasses.Field[Any], many: bool) -> str:
     default: Any = "on" if field.default is True else field.default
     if default is not False and default not in (MISSING, None, "", ()):
         text += f" (default: {', '.join(str(item) or repr(item) for item in default) if many else default})"
+    if field.metadata.get("prose"):
+        text += '; several as ["a", "b"]'
     return text.replace("%", "%%")
 
 
@@ -279,18 +299,22 @@ def given(namespace: argparse.Namespace) -> dict[str, Any]:
     return nested
 
 
-def as_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The command-line words that give these values: the inverse of `given`."""
+def as_flags(values: Mapping[str, Any], prefix: str = "", prose: Collection[str] = ()) -> list[str]:
+    """The command-line words that give these values: the inverse of `given`. `prose`: flags whose texts have commas."""
     words: list[str] = []
     for key, value in values.items():
         flag = words_of(f"{prefix}{key}")
         match value:
             case Mapping():
-                words += as_flags(value, f"{prefix}{key}.")
+                words += as_flags(value, f"{prefix}{key}.", prose)
             case None:  # what an option is without a flag
                 pass
             case bool():
                 words.append(f"--{flag if value else 'no-' + flag}")
+            case list() | tuple() if flag in prose:
+                import json  # only now: --help does not wait for it
+
+                words += [f"--{flag}", json.dumps(value, ensure_ascii=False)]
             case list() | tuple():
                 words += [f"--{flag}", ",".join(map(str, value))]
             case _:
@@ -302,5 +326,6 @@ def command_line(verb: str, kind: type[Any], values: Mapping[str, Any]) -> str:
     """The command that gives a verb with the options `kind` these values, as a shell takes it."""
     alone = [field.name for field in dataclasses.fields(kind) if field.metadata.get("positional")]
     words = [str(values[name]) for name in alone if name in values]
-    flags = as_flags({name: value for name, value in values.items() if name not in alone})
+    prose = [words_of(name) for name, (_, field) in knobs_of(kind) if field.metadata.get("prose")]
+    flags = as_flags({name: value for name, value in values.items() if name not in alone}, prose=prose)
     return shlex.join(["edgespec", verb, *words, *flags])

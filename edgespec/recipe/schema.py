@@ -38,9 +38,7 @@ class InferenceOptions:
         choices=("torch", "file", "server"),
     )
     dtype: str = knob(
-        "float32",
-        "torch: type of the target's weights in memory",
-        choices=("float32", "bfloat16", "float16"),
+        "float32", "torch: type of the target's weights in memory", choices=("float32", "bfloat16", "float16")
     )
     max_memory: tuple[str, ...] = knob(
         (),
@@ -180,7 +178,7 @@ class GenerateOptions:
         at_least=1,
     )
     self_openings: tuple[str, ...] = knob(
-        (), "first words of the instructions that the target writes, used in turn (default: it begins freely)"
+        (), "first words of the instructions it writes, used in turn (default: it begins freely)", prose=True
     )
     temperatures: tuple[float, ...] = knob(
         (0.0, 0.3, 0.7, 1.0), "sampling temperatures, used in turn", at_least=0.0
@@ -190,7 +188,9 @@ class GenerateOptions:
         0.0, "least probability of a token, as a share of the highest one", at_least=0.0, at_most=1.0
     )
     system_prompts: tuple[str, ...] = knob(
-        ("", "You are a helpful assistant.", "Answer briefly."), "system prompts, used in turn ('' for none)"
+        ("", "You are a helpful assistant.", "Answer briefly."),
+        "system prompts, used in turn ('' for none)",
+        prose=True,
     )
     max_new_tokens: int = knob(128, "longest response in tokens", at_least=1)
     batch_size: int = knob(64, "responses sampled together", at_least=1)

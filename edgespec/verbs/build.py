@@ -155,6 +155,21 @@ def _processes(parallel: str) -> Processes:
     return Processes(processes.rank(), processes.wait)
 
 
+def _as_begun(recipe: Recipe, out: Path) -> Recipe:
+    """The recipe with its texts as the build in `out` began with them: an older edgespec parted them at commas."""
+    try:
+        begun = from_mapping(Recipe, load_recipe(out / RECIPE_FILE)).generate
+    except InputError:  # nothing is begun there, or `claim` says what is wrong
+        return recipe
+    texts = {name: getattr(begun, name) for name in ("self_openings", "system_prompts")}
+    same = {
+        name: text
+        for name, text in texts.items()
+        if ",".join(text) == ",".join(getattr(recipe.generate, name))
+    }
+    return replace(recipe, generate=replace(recipe.generate, **same))
+
+
 def folder_of(target: str, out: str) -> Path:
     """Where everything that is made lies."""
     return Path(out).expanduser() if out else Path("build") / Path(target).name.removesuffix(".gguf")
@@ -168,6 +183,7 @@ def run(given: dict[str, Any]) -> int:
             f"Note: {recipe.target} has recipes of its own, {', '.join(made)} (--recipe NAME); this build takes the defaults."
         )
     out = folder_of(recipe.target, options.out)
+    recipe = _as_begun(recipe, out)
     processes = _processes(options.parallel)
     processes.wait()  # all meet a refusal at the same time, so that the first one lives to print it
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,28 @@ def test_a_flag_beats_a_key_with_dashes() -> None:
     )
     device = {"target": "a", "device": "intel-npu", "export": {"npu-length": 256}}
     assert resolve(device, parse(["--target", "a", "--export.npu-length", "128"])).export.npu_length == 128
+
+
+TERSE = "You are terse, exact and kind."
+
+
+@pytest.mark.parametrize(
+    ("value", "texts"),
+    [
+        (TERSE, (TERSE,)),
+        ("", ("",)),
+        ([TERSE, ""], (TERSE, "")),
+        (f'["{TERSE}", ""]', (TERSE, "")),
+        ("[INST] a, b", ("[INST] a, b",)),  # no JSON
+    ],
+)
+def test_commas_part_no_prose(value: Any, texts: tuple[str, ...]) -> None:
+    """From a file, from Python and from a flag; what a run records as its command gives the same again."""
+    own = {"target": "a", "generate": {"system_prompts": value, "self-openings": value}}
+    command = shlex.split(command_line("build-drafter", parser_of("build-drafter")[0].Options, own))
+    for values in (own, parse(command[2:])):
+        generate = resolve(values, {}).generate
+        assert (generate.system_prompts, generate.self_openings) == (texts, texts)
 
 
 def test_lists_and_none() -> None:

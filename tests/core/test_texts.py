@@ -110,7 +110,8 @@ def test_a_byte_order_mark_makes_no_difference(tmp_path: Path) -> None:
         ["chat", "bundle", "--system", "caf\udce9"],
         ["serve", "caf\udce9"],
         ["build-drafter", "--target", "caf\udce9"],
-        ["build-drafter", "--target", "x", "--generate.system-prompts", "a,caf\udce9"],
+        ["build-drafter", "--target", "x", "--generate.system-prompts", "caf\udce9"],
+        ["build-drafter", "--target", "x", "--pretrain.text", "a,caf\udce9"],
     ],
 )
 def test_arguments_are_refused_in_one_line(

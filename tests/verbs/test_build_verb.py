@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from torchrun import torchrun
 
 from edgespec.core.errors import InputError
 from edgespec.recipe.read import RECIPE_FILE
-from edgespec.recipe.schema import InferenceOptions, Recipe
+from edgespec.recipe.schema import GenerateOptions, InferenceOptions, Recipe
 from edgespec.recipe.targets import TARGETS
-from edgespec.verbs.build import _room, claim
+from edgespec.verbs.build import _as_begun, _room, claim
 
 GIB = 2**30
 SMOL = "smollm2-135m-instruct"
@@ -76,6 +77,18 @@ def test_a_build_goes_on_in_another_environment(tmp_path: Path) -> None:
     begun(f"/new/site-packages/{package.file}")
     with pytest.raises(InputError, match=r"inference.file is '/old/.*' there and '/new/mine.gguf' here"):
         begun("/new/mine.gguf")
+
+
+def test_a_build_goes_on_with_the_texts_that_it_began_with(tmp_path: Path) -> None:
+    """Commas parted them once."""
+    now = Recipe(target="t", generate=GenerateOptions(system_prompts=("Be terse, kind.",)))
+    assert _as_begun(now, tmp_path) == now
+    then = replace(now, generate=GenerateOptions(system_prompts=("Be terse", " kind.")))
+    claim(tmp_path, then)
+    (tmp_path / "generate").mkdir()
+    assert _as_begun(now, tmp_path) == then
+    other = replace(now, generate=GenerateOptions(system_prompts=("Be kind.",)))
+    assert _as_begun(other, tmp_path) == other
 
 
 def test_a_folder_in_which_nothing_was_made_takes_another_recipe(tmp_path: Path) -> None:
