@@ -52,6 +52,8 @@ def is_local(source: str) -> bool:
 
 def source_files(source: str, suffixes: Sequence[str]) -> list[Path]:
     """The files a hub folder, a folder or a file stands for, sorted; none for a dataset on the hub. Raises InputError."""
+    if not source:  # a path of it would be this folder
+        raise InputError(f"a source is ''; give a {', '.join(suffixes)} file, a folder or {HUB_FORM}")
     path = Path(source).expanduser()
     if source.startswith(HUB):
         folder = parse_hub(source).folder

@@ -12,9 +12,12 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping, merge, to_mapping, underscored
 from edgespec.model_folder.head import LAST, THREE
+from edgespec.recipe.data_sources import HUB_FORM, numbered
 from edgespec.recipe.devices import profile
 from edgespec.recipe.schema import (
     PRESETS,
+    PYTHON_STDLIB,
+    SELF,
     DistillOptions,
     DrafterOptions,
     ExportOptions,
@@ -91,9 +94,16 @@ def _check_together(recipe: Recipe) -> None:
     export = recipe.export
     if not (export.onnx or export.gguf or export.npu):
         raise InputError("export.onnx, export.gguf and export.npu are all empty; give one precision at least")
-    for name in ("generate.temperatures", "generate.system_prompts", "evaluate.draft_lengths"):
+    sources = ["generate.instructions", *(["pretrain.text"] if drafter.kind == "model" else [])]
+    for name in ("generate.temperatures", "generate.system_prompts", "evaluate.draft_lengths", *sources):
         if not attrgetter(name)(recipe):
             raise InputError(f"{name} is empty; give one value at least")
+    for name in (*sources, "evaluate.prompts_file"):
+        for place, source in numbered(name, attrgetter(name)(recipe)).items():
+            if not source:
+                raise InputError(
+                    f"{place} is '', which names nothing; give a file, a folder, {HUB_FORM}, {PYTHON_STDLIB} or {SELF}"
+                )
     _check_inference(recipe)
     if drafter.kind == "head":
         _check_head(recipe)

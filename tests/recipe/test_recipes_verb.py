@@ -144,6 +144,7 @@ def test_check_names_every_problem(capsys: pytest.CaptureFixture[str], tmp_path:
         ({"generate": {"temperatures": []}}, "generate.temperatures is empty"),
         ({"generate": {"system_prompts": []}}, "generate.system_prompts is empty"),
         ({"evaluate": {"draft_lengths": []}}, "evaluate.draft_lengths is empty"),
+        ({"pretrain": {"text": ""}}, "pretrain.text is '', which names nothing; give a file"),
         (
             {"distill": {"student-fraction": 0.5, "student_fraction": 0.2}},
             "distill.student_fraction is given twice, once with - and once with _",
@@ -239,6 +240,12 @@ def test_what_a_head_does_not_have_is_refused(option: dict[str, Any], words: str
     resolve(shipped, {})
     with pytest.raises(InputError, match=words):
         resolve(shipped, option)
+
+
+def test_a_head_needs_no_text_and_what_is_off_no_reference() -> None:
+    resolve(load_recipe(shipped_recipes()["smollm2-head"]), {"pretrain": {"text": []}})
+    off = {"distill": {"steps": 0, "select_fraction": 0.5}, "reference": {"steps": 0}}
+    assert resolve({"target": "t", **off}, {}).distill.select_fraction == 0.5
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -314,6 +314,7 @@ def test_bad_rows_are_named(tmp_path: Path, rows: list[Any], words: str) -> None
     ("name", "content", "words"),
     [
         ("none.jsonl", None, r"does not exist; give a .jsonl, .jsonl.gz, .json, .parquet file or hub:NAME"),
+        ("", None, r"a source is ''; give a .jsonl, .*a folder or hub:NAME"),
         ("a.csv", "x", r"a.csv is none of .jsonl"),
         ("a.jsonl", '{"instruction": "a"}\nnonsense\n', r"a.jsonl:2 is not valid JSON"),
         ("a.json", '{"instruction": "a"}', r"a.json holds a dict; a .json file must be a list of objects"),
@@ -326,7 +327,7 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: str | None, wor
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=words):
-        read_conversations(str(tmp_path / name))
+        read_conversations(str(tmp_path / name) if name else name)
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
