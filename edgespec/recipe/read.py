@@ -30,8 +30,11 @@ from edgespec.recipe.targets import TARGETS, gguf_of, is_gguf
 RECIPE_FILE = "recipe.resolved.yaml"
 
 
-def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
-    """flag > device of a flag > YAML > preset, device of the YAML > default."""
+def resolve(file_values: dict[str, Any], flags: dict[str, Any], *, made: bool = False) -> Recipe:
+    """flag > device of a flag > YAML > preset, device of the YAML > default.
+
+    made: of a build whose drafter is done, perhaps by an edgespec that refused less of what it trains.
+    """
     values = _with_device(underscored(file_values), underscored(flags))
     distill = values.get("distill")
     if isinstance(distill, dict) and isinstance(distill.get("preset"), str):
@@ -43,6 +46,8 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
         inference = replace(inference, file=str(gguf_of(recipe.target) or ""))
     recipe = replace(recipe, drafter=drafter, inference=inference)
     _check_together(recipe)
+    if not made:
+        _check_learning(recipe)
     return recipe
 
 
@@ -111,6 +116,22 @@ def _check_together(recipe: Recipe) -> None:
     elif drafter.features != LAST:
         raise InputError(
             f"drafter.features is {drafter.features!r}, which only a head reads; give --drafter.kind head with it"
+        )
+
+
+def _check_learning(recipe: Recipe) -> None:
+    """What would have the drafter learn something else than the recipe says. Raises InputError."""
+    inference, tune, distill = recipe.inference, recipe.tune, recipe.distill
+    if tune.steps and inference.source != "torch":
+        own = "file" if inference.source == "file" else "url"
+        raise InputError(
+            f"tune.steps is {tune.steps} and inference.source is {inference.source!r}, which writes as the target did before its "
+            f"tuning; give --inference.source torch and no inference.{own}, or --tune.steps 0"
+        )
+    if distill.steps and distill.select_fraction < 1 and not recipe.reference.steps:
+        raise InputError(
+            f"distill.select_fraction is {distill.select_fraction:g} and reference.steps is 0, so that the reference has learnt "
+            "nothing; give --reference.steps, or --distill.select-fraction 1"
         )
 
 

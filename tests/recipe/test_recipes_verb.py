@@ -144,7 +144,15 @@ def test_check_names_every_problem(capsys: pytest.CaptureFixture[str], tmp_path:
         ({"generate": {"temperatures": []}}, "generate.temperatures is empty"),
         ({"generate": {"system_prompts": []}}, "generate.system_prompts is empty"),
         ({"evaluate": {"draft_lengths": []}}, "evaluate.draft_lengths is empty"),
+        ({"generate": {"instructions": []}}, "generate.instructions is empty"),
+        ({"pretrain": {"text": []}}, "pretrain.text is empty"),
         ({"pretrain": {"text": ""}}, "pretrain.text is '', which names nothing; give a file"),
+        ({"generate": {"instructions": ["self", ""]}}, "generate.instructions 2 is ''"),
+        ({"evaluate": {"prompts_file": ""}}, "evaluate.prompts_file is ''"),
+        (
+            {"distill": {"select_fraction": 0.4}, "reference": {"steps": 0}},
+            "distill.select_fraction is 0.4 and reference.steps is 0",
+        ),
         (
             {"distill": {"student-fraction": 0.5, "student_fraction": 0.2}},
             "distill.student_fraction is given twice, once with - and once with _",
@@ -240,6 +248,25 @@ def test_what_a_head_does_not_have_is_refused(option: dict[str, Any], words: str
     resolve(shipped, {})
     with pytest.raises(InputError, match=words):
         resolve(shipped, option)
+
+
+@pytest.mark.parametrize(
+    ("inference", "words"),
+    [
+        ({"source": "file", "file": "a.gguf"}, "--inference.source torch and no inference.file"),
+        ({"source": "file"}, "--inference.source torch"),  # the target's own file
+        ({"source": "server", "url": "http://a"}, "--inference.source torch and no inference.url"),
+    ],
+)
+def test_who_writes_is_the_target_that_was_tuned(inference: dict[str, Any], words: str) -> None:
+    values = {"target": "model.gguf", "inference": inference, "distill": {"labels": "hard"}}
+    resolve(values, {})
+    for more in ({}, {"distill": {"steps": 0}}):
+        with pytest.raises(
+            InputError, match=r"tune.steps is 3 and inference.source is .*--tune.steps 0"
+        ) as caught:
+            resolve(values, {"tune": {"steps": 3, "conversations": "a.jsonl"}, **more})
+        assert words in str(caught.value)
 
 
 def test_a_head_needs_no_text_and_what_is_off_no_reference() -> None:
