@@ -25,8 +25,9 @@ from edgespec.core.output import json_knob, next_step, step, write_result
 from edgespec.core.table import byte_size
 from edgespec.planning.plan import PlanOptions, recipes_for
 from edgespec.planning.preflight import Room, check_processes, disk_left, find_shortages, refuse, room_here
+from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, read_recipe
-from edgespec.recipe.schema import Recipe
+from edgespec.recipe.schema import ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TARGETS, gguf_of
 from edgespec.stages.stage import STAGE_FILE, Processes
@@ -155,11 +156,23 @@ def _processes(parallel: str) -> Processes:
     return Processes(processes.rank(), processes.wait)
 
 
+def _check_budget(options: ExportOptions) -> None:
+    """Raise InputError where a budget of bits is given and no file that has one is wanted."""
+    if MIXED["onnx"] in options.onnx or MIXED["gguf"] in options.gguf:
+        return
+    for name in ("bits", "size", "quality"):
+        if (value := getattr(options, name)) not in (None, ""):
+            raise InputError(
+                f"export.{name} is {value}, which is for mixed files, and the recipe names none; "
+                f"add {MIXED['onnx']} to --export.onnx or {MIXED['gguf']} to --export.gguf, or leave export.{name} out"
+            )
+
+
 def _as_begun(recipe: Recipe, out: Path) -> Recipe:
     """The recipe with its texts as the build in `out` began with them: an older edgespec parted them at commas."""
     try:
         begun = from_mapping(Recipe, load_recipe(out / RECIPE_FILE)).generate
-    except InputError:  # nothing is begun there, or `claim` says what is wrong
+    except InputError:  # `claim` says what is wrong
         return recipe
     texts = {name: getattr(begun, name) for name in ("self_openings", "system_prompts")}
     same = {
@@ -183,7 +196,10 @@ def run(given: dict[str, Any]) -> int:
             f"Note: {recipe.target} has recipes of its own, {', '.join(made)} (--recipe NAME); this build takes the defaults."
         )
     out = folder_of(recipe.target, options.out)
-    recipe = _as_begun(recipe, out)
+    if (out / RECIPE_FILE).exists():
+        recipe = _as_begun(recipe, out)
+    else:
+        _check_budget(recipe.export)
     processes = _processes(options.parallel)
     processes.wait()  # all meet a refusal at the same time, so that the first one lives to print it
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))

@@ -10,9 +10,11 @@ import torch
 from tiny_models import make_model_folder
 from torchrun import torchrun
 
+from edgespec.cli import main
 from edgespec.core.errors import InputError
+from edgespec.core.options import as_flags
 from edgespec.recipe.read import RECIPE_FILE
-from edgespec.recipe.schema import GenerateOptions, InferenceOptions, Recipe
+from edgespec.recipe.schema import ExportOptions, GenerateOptions, InferenceOptions, Recipe
 from edgespec.recipe.targets import TARGETS
 from edgespec.verbs.build import _as_begun, _room, claim
 
@@ -77,6 +79,23 @@ def test_a_build_goes_on_in_another_environment(tmp_path: Path) -> None:
     begun(f"/new/site-packages/{package.file}")
     with pytest.raises(InputError, match=r"inference.file is '/old/.*' there and '/new/mine.gguf' here"):
         begun("/new/mine.gguf")
+
+
+def test_a_budget_without_a_mixed_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be ignored. A build that was begun with one goes on."""
+    budgets = ({"bits": 5.0}, {"size": "90MB"}, {"quality": 0.0})
+    for budget in budgets:
+        flags = as_flags({"target": "no/such/place", "out": str(tmp_path / "out"), "export": budget})
+        assert main(["build-drafter", *flags]) == 2
+        assert f"export.{next(iter(budget))} is " in (said := capsys.readouterr().err)
+        assert "add mixed to --export.onnx or q_mixed to --export.gguf" in said
+        assert not (tmp_path / "out").exists()
+        assert main(["build-drafter", *flags, "--export.onnx", "int4,mixed"]) == 2
+        assert "unknown target 'no/such/place'" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    claim(tmp_path / "out", Recipe(target="no/such/place", export=ExportOptions(quality=0.0)))
+    assert main(["build-drafter", *flags]) == 2
+    assert "unknown target 'no/such/place'" in capsys.readouterr().err
 
 
 def test_a_build_goes_on_with_the_texts_that_it_began_with(tmp_path: Path) -> None:
