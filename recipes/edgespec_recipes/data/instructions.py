@@ -2,6 +2,7 @@
 
 The forms are those of alpaca, dolly, self-instruct, OpenAssistant (single messages, or trees), lists of turns (`messages` or
 `conversations`), question/answer, prompt/completion and bare instructions. The first row's keys decide, all others must agree.
+Lists of turns and rows of alpaca may have their system prompt in a field `system`, and alpaca's earlier turns in `history`.
 Knows no tokens.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -179,6 +180,28 @@ def _pair(asks: str, about: str = "", *answers: str) -> Callable[[Row, str], lis
     return read
 
 
+def _system(row: Row, where: str) -> list[Message]:
+    """The system prompt that stands in a field of its own, where there is one."""
+    text = _text(row, "system", where, optional=True)
+    return [{"role": "system", "content": text}] if text.strip() else []
+
+
+def _alpaca(row: Row, where: str) -> list[Conversation]:
+    """An instruction with its input, after the row's system prompt and its pairs of an earlier instruction and the answer."""
+    history = row.get("history") or []
+    if not isinstance(history, list) or any(
+        not isinstance(pair, list) or [type(text) for text in pair] != [str, str] for pair in history
+    ):
+        raise InputError(
+            f"{where} has the history {str(history)[:60]!r}; it must be a list of pairs, an instruction and its answer"
+        )
+    before = _system(row, where)
+    for asked, said in history:
+        before += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    found = _pair("instruction", "input", "output")(row, where)
+    return [replace(one, messages=before + one.messages) for one in found]
+
+
 def _self_instruct(row: Row, where: str) -> list[Conversation]:
     instruction, instances = _text(row, "instruction", where), row["instances"]
     if not isinstance(instances, list) or not all(isinstance(instance, dict) for instance in instances):
@@ -201,7 +224,9 @@ def _turns(key: str) -> Callable[[Row, str], list[Conversation]]:
         turns = row[key]
         if not isinstance(turns, list):
             raise InputError(f"{where} has the {key} {str(turns)[:60]!r}; they must be a list")
-        return list(_last_exchange([_turn(turn, where) for turn in turns]))
+        messages = [_turn(turn, where) for turn in turns]
+        own = any(message["role"] == "system" for message in messages)
+        return list(_last_exchange(messages if own else _system(row, where) + messages))
 
     return read
 
@@ -281,9 +306,9 @@ FORMS = (  # in order: the first that fits is it
         "alpaca",
         "instruction, input, output",
         lambda row: "instruction" in row and ("input" in row or "output" in row),
-        _pair("instruction", "input", "output"),
+        _alpaca,
     ),
-    Form("instruction", "instruction", _has("instruction"), _pair("instruction")),
+    Form("instruction", "instruction", _has("instruction"), _alpaca),
     Form(
         "question and answer", "question, answer", _has("question", "answer"), _pair("question", "", "answer")
     ),

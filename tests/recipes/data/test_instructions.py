@@ -45,14 +45,19 @@ def message(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
+CHAT = [message("user", "a"), message("assistant", "b"), message("user", "c")]
 EXAMPLES: dict[str, tuple[list[Row], list[Conversation]]] = {
     "alpaca": (
         [
             {"instruction": "Add.", "input": "1, 2", "output": "3"},
             {"instruction": "Sing.", "input": "", "output": "La"},
             {"instruction": "Say nothing.", "input": None, "output": ""},
+            {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]},
         ],
-        [asked("Add.\n\n1, 2", "3"), asked("Sing.", "La"), asked("Say nothing.")],
+        [
+            *(asked("Add.\n\n1, 2", "3"), asked("Sing.", "La"), asked("Say nothing.")),
+            Conversation([message("system", "s"), *CHAT], "d"),
+        ],
     ),
     "dolly": (
         [
@@ -75,16 +80,21 @@ EXAMPLES: dict[str, tuple[list[Row], list[Conversation]]] = {
         [
             {"conversations": [turn("human", "a"), turn("gpt", "b"), turn("human", "c"), turn("gpt", "d")]},
             {"conversations": [turn("gpt", "cut off"), turn("system", "s"), turn("user", "e")]},
+            {"conversations": [turn("user", "f")], "system": "beside"},
         ],
         [
-            Conversation([message("user", "a"), message("assistant", "b"), message("user", "c")], "d"),
+            Conversation(CHAT, "d"),
             Conversation([message("system", "s"), message("user", "e")]),
+            Conversation([message("system", "beside"), message("user", "f")]),
         ],
     ),
     "messages": (
         [
             {"messages": [message("user", "a")], "reference": "of the standard library's held-out file"},
-            {"messages": [message("system", "s"), message("user", "b"), message("assistant", "c")]},
+            {
+                "messages": [message("system", "s"), message("user", "b"), message("assistant", "c")],
+                "system": "x",
+            },
         ],
         [asked("a"), Conversation([message("system", "s"), message("user", "b")], "c")],
     ),
@@ -93,7 +103,10 @@ EXAMPLES: dict[str, tuple[list[Row], list[Conversation]]] = {
         [{"prompt": "p"}, {"prompt": "q", "completion": "c"}, {"prompt": "r", "response": "d"}],
         [asked("p"), asked("q", "c"), asked("r", "d")],
     ),
-    "instruction": ([{"instruction": "Hi"}], [asked("Hi")]),
+    "instruction": (
+        [{"instruction": "Hi"}, {"instruction": "Hi", "system": "s"}],
+        [asked("Hi"), Conversation([message("system", "s"), message("user", "Hi")])],
+    ),
     "OpenAssistant trees": (
         [
             {
@@ -268,6 +281,9 @@ def test_a_deep_tree_is_no_trouble(tmp_path: Path) -> None:
         ([{"question": None, "answer": "x"}], r"a.jsonl:1 has the question 'None'; it must be a string"),
         ([{"instruction": "a", "instances": {}}], r"has the instances '{}'; they must be a list of objects"),
         ([{"messages": "Hi"}], r"has the messages 'Hi'; they must be a list"),
+        ([{"messages": [], "system": 3}], r"a.jsonl:1 has the system '3'; it must be a string"),
+        ([{"instruction": "a", "history": [["b"]]}], r"has the history .*it must be a list of pairs"),
+        ([{"instruction": "a", "history": "b"}], r"has the history 'b'"),
         (
             [{"messages": ["Hi"]}],
             r"has the turn 'Hi'; it needs 'role' \(system, user, assistant\) and 'content'",
