@@ -33,7 +33,7 @@ RECIPE_FILE = "recipe.resolved.yaml"
 def resolve(file_values: dict[str, Any], flags: dict[str, Any], *, made: bool = False) -> Recipe:
     """flag > device of a flag > YAML > preset, device of the YAML > default.
 
-    made: of a build whose drafter is done, perhaps by an edgespec that refused less of what it trains.
+    made: the recipe is that of a build whose drafter is done; what trains it is not checked again.
     """
     values = _with_device(underscored(file_values), underscored(flags))
     distill = values.get("distill")
