@@ -1,4 +1,4 @@
-"""Parts of rejection sampling: acceptance probability, residual, where a block ends. test_rules.py has the law of whole blocks."""
+"""Parts of rejection sampling: acceptance probability, residual, where a block ends. test_rules.py has the law of blocks."""
 
 from __future__ import annotations
 
