@@ -235,7 +235,7 @@ def _checked(rehearsal: Rehearsal, path: Path, precision: str) -> dict[str, Any]
 
     context = rehearsal.options.run_context
     check = check_streamed(path, precision, context, rehearsal.target, check_tokens(rehearsal))
-    found = {
+    found: dict[str, Any] = {
         "weights": check.weights_relative,
         "worst": check.worst_weight,
         "engine": check.engine_relative,

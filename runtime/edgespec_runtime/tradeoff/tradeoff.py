@@ -21,8 +21,8 @@ from edgespec.core.options import from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
-from edgespec_runtime.bench.bench import LEAST_PROMPTS, measure, provenance
-from edgespec_runtime.bench.report import PLAIN, Place, Run
+from edgespec_runtime.bench.bench import measure, provenance
+from edgespec_runtime.bench.report import LEAST_PROMPTS, PLAIN, Place, Run
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.cached_engine import CachedEngine
