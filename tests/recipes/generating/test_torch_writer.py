@@ -115,6 +115,7 @@ def test_a_head_reads_it(written: Path) -> None:
 def test_the_store_takes_what_was_kept(
     written: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(target_store, "choose_precision", lambda device: FLOATS)
     rows = responses_of(written, 64)
     target_store.store_targets(tmp_path / "again", folder / TARGET, rows, TOP_K)
     monkeypatch.setattr(target_store, "_open_target", lambda *_: pytest.fail("the target was opened"))

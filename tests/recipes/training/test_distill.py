@@ -125,7 +125,11 @@ def test_it_learns(pair: dict[str, Path], tmp_path: Path, mix: str) -> None:
     assert load_model(tmp_path / "model").config.vocab_size == 512
     alphas = [row["alpha"] for row in log_of(tmp_path) if "alpha" in row]
     assert len(alphas) == 4
-    assert alphas[-1] == pytest.approx(watched_alpha(pair, tmp_path / "model"), abs=0.01)  # rounding of bf16
+    true, rounding = watched_alpha(pair, tmp_path / "model"), 0.01  # of bf16
+    if options.target_side == "stored":  # all tokens that are not stored count as one, which bounds it from above
+        assert true - rounding < alphas[-1] < true + 0.1
+    else:
+        assert alphas[-1] == pytest.approx(true, abs=rounding)
 
 
 def test_selection_follows_a_reference(pair: dict[str, Path], tmp_path: Path) -> None:

@@ -176,6 +176,9 @@ def samples(on: Measured, text: str, counts: RawCounts) -> Counter[tuple[int, in
     return found
 
 
+CLOSE = ("lenient-lin", "lossy")  # with these models the samples cannot tell their laws from the target's
+
+
 def check(name: str, on: Measured) -> None:
     text, law = rule_and_pairs(name, on)
     counts = RawCounts()
@@ -185,6 +188,8 @@ def check(name: str, on: Measured) -> None:
     apart = sum(abs(law[key] - target[key]) for key in law) / 2
     if name in ("lossless", "block", "reproducible", "match-greedy", "match-sampled"):
         assert apart == 0
+    elif name in CLOSE:
+        assert apart < 0.1
     else:
         assert apart > 0.1
         assert fit(found, target) < ERROR_RATE  # the test can tell the two laws apart

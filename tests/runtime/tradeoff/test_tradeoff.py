@@ -177,15 +177,19 @@ def test_scores_against_references(bundle: Path, pair: Pair, tmp_path: Path) -> 
     options = plain(DecodingOptions(max_new_tokens=16))
     blocks = decode(pair.target, None, pair.tokenizer.encode_chat([prompt]), options, (), RawCounts())
     own = pair.tokenizer.decode([token for block in blocks for token in block.tokens])
-    file = prompts_file(tmp_path / "p.jsonl", ["so it is 1 2 3 #### 3", f"{own} 7", "no 4 5 6"])
+    file = prompts_file(tmp_path / "p.jsonl", ["so it is 1 2 3 #### 3", own, "no 4 5 6"])
     flags = ["--prompts", str(file), "--metric", "rouge-2,exact-match", "--rules", "lossless"]
     assert main(["tradeoff", str(bundle), *SHORT, *flags, "--json", str(tmp_path / "t.json")]) == 0
     references = [json.loads(line)["reference"] for line in file.read_text().splitlines()]
+    found = 0
     for run in runs_of(tmp_path / "t.json"):
         said = pair.tokenizer.decode(run["reply"])
         assert run["scores"]["rouge-2"] == rouge_2(said, references[run["prompt"]])
         assert run["scores"]["exact-match"] == exact_match(said, references[run["prompt"]])
-        assert (run["scores"]["rouge-2"] > 0.5) is (run["prompt"] == 1)  # what the target itself says
+        if said == own:
+            assert run["scores"]["exact-match"] == (run["prompt"] == 1)
+            found += 1
+    assert found >= 6  # the target's replies, and those of the lossless rule
 
 
 @pytest.mark.parametrize(
