@@ -127,8 +127,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._resolve(found[1], found[2], found[3])
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/tree/[^/]+|/revision/[^/]+)?", path):
             if self._allowed(found[1]):
-                rows = [_entry(name, data) for name, data in hub.repos[found[1]].items()]
-                whole = {"id": found[1], "sha": hub.commit_of(found[1]), "siblings": rows}
+                files = hub.repos[found[1]]
+                names = [{"rfilename": name} for name in files]
+                whole = {"id": found[1], "sha": hub.commit_of(found[1]), "siblings": names}
+                rows = [_entry(name, data) for name, data in files.items()]
                 self._answer(200, rows if "/tree/" in path else whole)
         else:
             self._answer(404, {"error": "no such page"})
@@ -248,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _entry(name: str, data: bytes) -> dict[str, Any]:
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-    entry: dict[str, Any] = {"type": "file", "path": name, "rfilename": name, "size": len(data), "oid": blob}
+    entry: dict[str, Any] = {"type": "file", "path": name, "size": len(data), "oid": blob}
     if len(data) >= LARGE:
         entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
     return entry
