@@ -19,7 +19,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_bounded
-from edgespec.core.options import check, from_mapping, given, knob, knobs_of, merge, words_of
+from edgespec.core.options import check, from_mapping, given, knob, knobs_of, merge, underscored, words_of
 from edgespec.core.texts import parse_yaml
 from edgespec.shell.environment import config_file
 
@@ -70,7 +70,8 @@ def settings_of(
     # arguments without a flag cannot be set beforehand
     known = {name: about for name, about in knobs_of(kind) if not about[1].metadata.get("positional")}
     config, file = read_config(verbs), config_file()
-    low = dict(_of_file(config.get(verb) or {}, known, f"{file}: {verb}"))
+    where = f"{file}: {verb}"
+    low = dict(_of_file(underscored(config.get(verb) or {}, where), known, where))
     high = dict(_of_environment(verb, verbs, known))
     origins = dict.fromkeys(low, str(file)) | {name: variable_of(verb, name) for name in high}
     for name, origin in origins.items():

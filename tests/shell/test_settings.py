@@ -84,6 +84,7 @@ def test_an_option_whose_name_python_keeps_for_itself(
         ("chat: {bundle: here}", "chat: unknown option 'bundle'"),
         ("chat: {temperature: hot}", "chat.temperature is 'hot'; it must be a number"),
         ("chat: {temperature: -1}", "chat.temperature is -1.0; it must be at least 0"),
+        ("chat: {top-p: 1, top_p: 0.5}", "chat.top_p is given twice, once with - and once with _"),
         ("chat: 3", "chat is 3; it must be a mapping"),
         ("- chat", "holds list; it must map verbs"),
         ("quiet: perhaps", "quiet is 'perhaps'; it must be true or false"),
