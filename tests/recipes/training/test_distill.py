@@ -95,14 +95,21 @@ MIXES: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-def watched_alpha(pair: dict[str, Path], drafter: Path) -> float:
-    """The mean of Σ min(p, q) over the replies of the row that is watched, each text read alone."""
+def watched_alpha(pair: dict[str, Path], drafter: Path, stored: int) -> float:
+    """The mean of Σ min(p, q) over the replies of the row that is watched, each text read alone.
+
+    stored: of p so many tokens are known, and the rest of its mass is spread evenly over the others; 0 for all.
+    """
     rows = responses_of(pair["responses"], 64)
     assert len(rows) == 6
     models, overlaps = [load_model(pair["target"]), load_model(drafter)], []
     for text in np.split(np.asarray(rows[3]["input_ids"]), 4):  # the middle row: four texts of 6 + 10 tokens
         logits = [model(torch.tensor(text[None]).long()).logits[0, 5:15] for model in models]
         p, q = (each.double().softmax(-1) for each in logits)
+        if stored:
+            kept, ids = p.topk(stored)
+            rest = (1 - kept.sum(-1, keepdim=True)) / (p.shape[-1] - stored)
+            p = rest.expand_as(p).scatter(-1, ids, kept)
         overlaps.append(float(torch.minimum(p, q).sum(-1).mean()))
     return float(np.mean(overlaps))
 
@@ -125,11 +132,9 @@ def test_it_learns(pair: dict[str, Path], tmp_path: Path, mix: str) -> None:
     assert load_model(tmp_path / "model").config.vocab_size == 512
     alphas = [row["alpha"] for row in log_of(tmp_path) if "alpha" in row]
     assert len(alphas) == 4
-    true, rounding = watched_alpha(pair, tmp_path / "model"), 0.01  # of bf16
-    if options.target_side == "stored":  # all tokens that are not stored count as one, which bounds it from above
-        assert true - rounding < alphas[-1] < true + 0.1
-    else:
-        assert alphas[-1] == pytest.approx(true, abs=rounding)
+    stored = options.stored_top_k if options.target_side == "stored" else 0
+    wanted = watched_alpha(pair, tmp_path / "model", stored)
+    assert alphas[-1] == pytest.approx(wanted, abs=0.01)  # rounding of bf16
 
 
 def test_selection_follows_a_reference(pair: dict[str, Path], tmp_path: Path) -> None:
