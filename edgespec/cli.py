@@ -6,6 +6,7 @@ A verb is a module with `Options` (a dataclass of knobs) and `run(given) -> exit
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import shutil
@@ -94,7 +95,7 @@ VERBS = {
     ),
     "export-optimum": Verb(
         "edgespec_export.onnx.optimum_graph",
-        "write a model as optimum-onnx's graph (in an environment of its own: make.py optimum)",
+        "write a model as optimum-onnx's graph (in an environment of its own with the extra optimum)",
     ),
     "verify": Verb(
         "edgespec_export.verify.bundle",
@@ -268,6 +269,16 @@ def _flush() -> None:
         raise OSError(error.errno, error.strerror, "standard output") from error
 
 
+def _reader_left(error: Exception) -> bool:
+    """Whether the reader of a pipe left. Windows says EINVAL then, as for other errors: only there writing fails again."""
+    if sys.platform == "win32" and getattr(error, "errno", None) == errno.EINVAL:
+        try:
+            _flush()
+        except OSError:
+            return True
+    return isinstance(error, BrokenPipeError)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the exit code; every expected error becomes one line on stderr."""
     forgive_streams()
@@ -295,9 +306,9 @@ def _code_of(arguments: list[str]) -> int:
         hint = "; run the same command again to go on from here" if verb and verb.resumes else ""
         print(f"\nedgespec: interrupted{hint}", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe left
-        return DONE
     except Exception as error:
+        if _reader_left(error):
+            return DONE
         message = write_error(place_of(error, os.getcwd()), error)
         if str(error).startswith("Could not determine home directory"):  # pathlib's, also of '~name'
             message = InputError(

@@ -274,7 +274,7 @@ def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
     command, paths = [sys.executable, "-c", program, str(out)], {"PYTHONPATH": ".:runtime:recipes:export"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=paths)
     assert done.returncode == 2
-    assert "pip install 'edgespec[all]'" in done.stderr
+    assert 'pip install "edgespec[all]"' in done.stderr
     assert done.stderr.count("\n") == 1
     assert not out.exists()
 
@@ -308,10 +308,10 @@ def raising(error: BaseException) -> Callable[[object], int]:
     [
         (InputError("x is 1; give 2"), 2, "edgespec: x is 1; give 2\n"),
         (NoRoom("the disk is full"), 2, "edgespec: the disk is full\n"),
-        (MissingExtra("torch", "train", "Training"), 2, "pip install 'edgespec[train]'\n"),
+        (MissingExtra("torch", "train", "Training"), 2, 'pip install "edgespec[train]"\n'),
         (BundleError("a file was altered"), 2, "edgespec: a file was altered\n"),
         (CheckFailed("2 bounds are broken"), 1, "edgespec: 2 bounds are broken\n"),
-        (ModuleNotFoundError("no torch", name="torch"), 2, "pip install 'edgespec[train]'\n"),
+        (ModuleNotFoundError("no torch", name="torch"), 2, 'pip install "edgespec[train]"\n'),
         (OSError(errno.ENOSPC, "full", "there"), 2, "no space left on the disk"),
         (
             InputError("it says '\x1b]0;owned\x07'\nand \x9b2J"),

@@ -60,7 +60,7 @@ class MissingExtra(EdgespecError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs {package}, which is not installed: pip install 'edgespec[{extra}]'"
+            f'{purpose} needs {package}, which is not installed: pip install "edgespec[{extra}]"'
         )
 
 

@@ -198,7 +198,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         for file in filter(Path.is_file, temporary.rglob("*")):
-            _sync(file)
+            sync_file(file)
         if path.exists():
             shutil.rmtree(path)
 
@@ -222,7 +222,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling name to write to; it becomes `path` (synced) when the body succeeds, else it vanishes."""
     with _temporary(path, partial(Path.unlink, missing_ok=True)) as temporary:
         yield temporary
-        _sync(temporary)
+        sync_file(temporary)
 
 
 @contextmanager
@@ -295,7 +295,8 @@ def _share_blocks(source: int, destination: int) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Have the system write a finished file to the disk before this returns."""
     with open(path, "r+b") as stream:  # Windows syncs only what is open for writing
         os.fsync(stream.fileno())
 

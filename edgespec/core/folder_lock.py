@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edgespec.core.errors import InputError
@@ -68,9 +68,14 @@ def held(folder: Path, command: str, *, wait: bool = False) -> Iterator[None]:
             os.write(lock, json.dumps(about).encode() + b"\n")
         yield
     finally:
-        if sys.platform != "win32":  # there an open file cannot be deleted
+        if sys.platform == "win32":
+            os.close(lock)
+            with suppress(OSError):  # an open file cannot be deleted there: one who waits has it open
+                (folder / LOCK).unlink()
+                folder.rmdir()  # where the body deleted all of it, the lock was left
+        else:
             (folder / LOCK).unlink(missing_ok=True)
-        os.close(lock)
+            os.close(lock)
 
 
 def _taken(file: Path) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -328,4 +329,13 @@ def command_line(verb: str, kind: type[Any], values: Mapping[str, Any]) -> str:
     words = [str(values[name]) for name in alone if name in values]
     prose = [words_of(name) for name, (_, field) in knobs_of(kind) if field.metadata.get("prose")]
     flags = as_flags({name: value for name, value in values.items() if name not in alone}, prose=prose)
-    return shlex.join(["edgespec", verb, *words, *flags])
+    return shell_line("edgespec", verb, *words, *flags)
+
+
+def shell_line(*words: object) -> str:
+    """A command to copy, in the quotes that this system's shell takes: cmd.exe knows no single ones."""
+    if sys.platform == "win32":
+        import subprocess  # only now: --help does not wait for it
+
+        return subprocess.list2cmdline(map(str, words))
+    return shlex.join(map(str, words))

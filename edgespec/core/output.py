@@ -7,7 +7,6 @@ progress off. Results and errors stay.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from edgespec.core.files import write_json, write_text
-from edgespec.core.options import knob
+from edgespec.core.options import knob, shell_line
 from edgespec.core.texts import harmless, printable_json, without_nan
 
 STANDARD_OUTPUT = "-"
@@ -92,7 +91,7 @@ def step(text: str) -> None:
 
 def next_step(*command: object) -> None:
     """The command that goes on from a verb's result, below it."""
-    print(f"Next: {shlex.join(map(str, command))}", flush=True)
+    print(f"Next: {shell_line(*command)}", flush=True)
 
 
 def note(text: str) -> None:

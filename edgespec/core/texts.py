@@ -134,10 +134,14 @@ def without_nan(value: Any) -> Any:
 
 
 def forgive_streams() -> None:
-    """Let this program print what its output cannot encode: with replacement characters instead of an exception."""
+    """Let this program print what its output cannot encode: with replacement characters instead of an exception.
+
+    A file or a pipe on Windows gets UTF-8, as everywhere else, unless PYTHONIOENCODING names another encoding.
+    """
+    chosen = sys.platform != "win32" or "PYTHONIOENCODING" in os.environ
     for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
         if reconfigure := getattr(stream, "reconfigure", None):
-            reconfigure(errors=errors)
+            reconfigure(errors=errors, encoding=None if chosen or stream.isatty() else "utf-8")
 
 
 def draws(stream: IO[str]) -> bool:

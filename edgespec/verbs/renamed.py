@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from edgespec.core.errors import InputError
+from edgespec.core.options import shell_line
 
 DRY_RUN = "--dry-run"
 BUILD_ALONE = ("--out", "--parallel", "--force", "--no-force", DRY_RUN, "--no-dry-run")
@@ -51,7 +52,5 @@ def refuse(arguments: Sequence[str]) -> None:
         name = f"{name} {DRY_RUN}"
     if name in VERBS:
         new, translated = VERBS[name]
-        import shlex
-
-        command = shlex.join(["edgespec", *new.split(), *translated(rest)])
+        command = shell_line("edgespec", *new.split(), *translated(rest))
         raise InputError(f"`edgespec {name}` is now `edgespec {new}`. Run: {command}")

@@ -365,7 +365,7 @@ def test_without_matplotlib_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(bundle)]) == 2
-    assert "pip install 'edgespec[plot]'" in capsys.readouterr().err
+    assert 'pip install "edgespec[plot]"' in capsys.readouterr().err
 
 
 def test_acceptance_by_position_counts_what_was_tested_there() -> None:

@@ -17,7 +17,7 @@ CALLS = (
 )
 PACKAGES = ("edgespec", "runtime/edgespec_runtime", "recipes/edgespec_recipes", "export/edgespec_export")
 PROGRAM = """
-import asyncio, importlib, os, pathlib, pkgutil, subprocess, sys, tempfile
+import asyncio, errno, importlib, io, os, pathlib, pkgutil, subprocess, sys, tempfile
 import huggingface_hub, jinja2, numpy, onnxruntime, prompt_toolkit, rich.progress, tokenizers, yaml
 import huggingface_hub.utils, prompt_toolkit.input, prompt_toolkit.output
 for name in ("starlette.applications", "uvicorn", "sse_starlette", "prometheus_client", "llama_cpp"):
@@ -49,10 +49,15 @@ from edgespec.building.measured import run_measured
 from edgespec.cli import main
 from edgespec.core.files import copy_file, shares_blocks, write_text
 from edgespec.core.folder_lock import held
+from edgespec.core.options import shell_line
 from edgespec.core.free_space import free_memory
 folder = pathlib.Path(sys.argv[1])
 with held(folder / "out", "a command"):
     write_text(folder / "out" / "a.txt", "a")
+assert [path.name for path in (folder / "out").iterdir()] == ["a.txt"]
+with held(folder / "emptied", "a command"):
+    pass
+assert not (folder / "emptied").exists()
 copy_file(folder / "out" / "a.txt", folder / "b.txt")
 assert (folder / "b.txt").read_text() == "a"
 assert shares_blocks(folder) is False
@@ -62,6 +67,30 @@ assert used.seconds > 0
 os.environ["EDGESPEC_HOME"] = str(folder / "home")
 for words in (["targets"], ["recipes", "check", "quick"], ["config", "show"], ["completion", "powershell"]):
     assert main([*words, "--quiet"]) == 0, words
+assert shell_line("edgespec", "chat", pathlib.PureWindowsPath("build/a b")) == r'edgespec chat "build\\a b"'
+
+class Pipe(io.RawIOBase):
+    written, gone = b"", False
+    def writable(self):
+        return True
+    def fileno(self):
+        return 1
+    def write(self, data):
+        if self.gone:  # as Windows says it
+            raise OSError(errno.EINVAL, "Invalid argument")
+        self.written += data
+        return len(data)
+
+os.environ.pop("PYTHONIOENCODING", None)
+pipe = Pipe()
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(pipe), encoding="cp1252")
+assert main(["recipes", "show", "adaspec"]) == 0
+assert "α" in pipe.written.decode("utf-8")
+pipe.gone = True
+sys.stderr = io.StringIO()
+done = main(["recipes", "show", "quick"]), sys.stderr.getvalue()
+os.write(2, repr(done).encode())
+os._exit(done != (0, ""))
 """
 
 
@@ -99,3 +128,16 @@ def test_text_files_are_utf_8_on_every_system(package: str) -> None:
                     mode = node.args[1] if len(node.args) > 1 else None
                     binary = isinstance(mode, ast.Constant) and "b" in str(mode.value)
                     assert binary or isinstance(mode, ast.Name), f"{file}:{node.lineno}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_finished_files_are_synced_in_one_place(package: str) -> None:
+    """Windows refuses to sync what is open for reading: who syncs takes `sync_file`, or a file that is being written."""
+    users = [
+        file.relative_to(REPOSITORY).as_posix()
+        for file in (REPOSITORY / package).rglob("*.py")
+        if "os.fsync(" in file.read_text(encoding="utf-8")
+    ]
+    assert sorted(users) == (
+        ["edgespec/core/files.py", "edgespec/hub/pull.py"] if package == "edgespec" else []
+    )

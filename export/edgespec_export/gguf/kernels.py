@@ -72,7 +72,6 @@ def _by_llama_cpp(rows: Array, kind: Kind, importance: Array | None) -> Array:
     written = function(int(kind), rows.ctypes.data, out.ctypes.data, 0, count, columns, given)
     if written != out.nbytes:
         raise EdgespecError(
-            f"llama.cpp wrote {written} bytes of {kind.name} where {out.nbytes} were expected; install the llama-cpp-python of "
-            "constraints.txt"
+            f"llama.cpp wrote {written} bytes of {kind.name} where {out.nbytes} were expected; install llama-cpp-python 0.3.36"
         )
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, whole_folder, write_json
+from edgespec.core.files import read_json, sync_file, whole_folder, write_json
 from edgespec.stages.stage import CHECKPOINTS
 from edgespec_recipes.parallel.sharding import sharded
 
@@ -26,8 +25,7 @@ def mark_complete(folder: Path) -> None:
     """Name every file of a checkpoint with its size, once all of them are on the disk."""
     sizes = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with open(file, "rb") as stream:
-            os.fsync(stream.fileno())
+        sync_file(file)
         sizes[file.relative_to(folder).as_posix()] = file.stat().st_size
     write_json(folder / COMPLETE, sizes)
 

@@ -7,7 +7,6 @@ that warms up or slows down does so for all of them, and none always follows the
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -21,7 +20,7 @@ from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import sha256_file
 from edgespec.core.manifest import MANIFEST
 from edgespec.core.metrics import RawCounts, summed
-from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
+from edgespec.core.options import as_flags, from_mapping, knob, shell_line, to_mapping, with_default
 from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
@@ -188,7 +187,7 @@ def provenance(verb: str, given: dict[str, Any]) -> dict[str, Any]:
     words = {name: value for name, value in given.items() if name != "bundle"}
     return {
         "edgespec": __version__,
-        "command": shlex.join(["edgespec", verb, str(given["bundle"]), *as_flags(words)]),
+        "command": shell_line("edgespec", verb, given["bundle"], *as_flags(words)),
         "date": time.strftime("%Y-%m-%d"),
         "device": str(this_device()),
     }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec.core.metrics import mbsu, predicted_block_efficiency
-from edgespec.core.options import as_flags
+from edgespec.core.options import as_flags, shell_line
 from edgespec.core.table import many, table
 from edgespec_runtime.bench.report import block_cause
 from edgespec_runtime.chooser.expected_acceptance import Acceptance
@@ -232,7 +231,7 @@ def _exactness_costs(chosen: Variant, length: int, others: Sequence[Variant]) ->
 
 def advice(findings: Findings) -> list[str]:
     """Commands to run next, each with what it is for."""
-    chosen, bundle = findings.chosen, shlex.quote(findings.bundle)
+    chosen, bundle = findings.chosen, shell_line(findings.bundle)
     threads = _faster_threads(findings)
     asked = findings.asked if threads is None else {**findings.asked, "threads": threads}
     flags = _flags(asked)

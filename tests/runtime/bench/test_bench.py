@@ -344,7 +344,7 @@ def test_without_matplotlib_the_table_works_and_a_plot_says_what_to_install(
     assert main(["bench", str(bundle), *flags]) == 0
     assert "γ = 2" in capsys.readouterr().out
     assert main(["bench", str(bundle), *flags, "--plot", str(tmp_path / "p.png")]) == 2
-    assert "pip install 'edgespec[plot]'" in capsys.readouterr().err
+    assert 'pip install "edgespec[plot]"' in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

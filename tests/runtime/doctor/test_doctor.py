@@ -348,7 +348,7 @@ def test_an_engine_that_is_not_installed_is_left_out_with_a_note(
     assert main(["doctor", str(both), *flags]) == 0
     out = capsys.readouterr().out
     assert out.count("Note: llama.cpp is left out: ") == 1
-    assert "pip install 'edgespec[llamacpp]'" in out
+    assert 'pip install "edgespec[llamacpp]"' in out
     assert "Ways to run" not in out
     rows = out[out.index("| threads |") :].splitlines()[2:4]
     assert [row.split()[1] for row in rows] == ["1", "2"]

@@ -188,5 +188,5 @@ def test_missing_extra_is_one_sentence(tmp_path: Path) -> None:
         "except MissingExtra as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("pip install 'edgespec[llamacpp]'")
+    assert done.stdout.strip().endswith('pip install "edgespec[llamacpp]"')
     assert done.stderr == ""
