@@ -82,8 +82,16 @@ class StoredTargets(Store):
         self.folder, self.size, self.shard_rows = folder, index["stored_rows"], index["shard_rows"]
         self.vocab_size, self.top_k = index["vocab_size"], index["top_k"]
         self.packed: bool = index.get("packed", True)  # whether a row holds several texts
+        self._rows: str = index["rows"]
         self._starts: dict[int, list[int]] = {}
         self._mapped = Mapped()
+
+    def check_rows(self, rows: Any) -> None:
+        """Raises InputError where other rows were stored: a response that was damaged and written again can be another one."""
+        if _rows_hash(rows) != self._rows:
+            raise InputError(
+                f"{self.folder} was stored from other responses; delete it and run the same command again"
+            )
 
     def _starts_of(self, number: int) -> list[int]:
         """The first position of each row of a shard, whose checksum is looked at the first time."""

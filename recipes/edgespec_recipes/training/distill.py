@@ -148,6 +148,8 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
 
     stops = stop_ids_of(inputs.target, tokenizer)
     responses = responses_of(inputs.responses, options.context, together)
+    if store is not None:
+        store.check_rows(responses)
     learnt, held = held_out(len(responses), options.watch_rows if options.watch_steps else 0)
     sources: dict[int, Any] = {TARGET: Rows({name: rows[learnt] for name, rows in responses.arrays.items()})}
     if TEXT in parts:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgespec.core import output
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
@@ -95,11 +97,14 @@ def subject_of(pair: Pair) -> Subject:
     return Subject(shapes, files, pair.backend, pair.precision, pair.threads, pair.flash_attention, context)
 
 
-def store_costs(subject: Subject, costs: Costs, seconds: float) -> Path:
-    """Keep costs for the next time, whole or not at all; `seconds`: given to measuring them. Returns the file."""
-    path = subject.file()
-    write_json(path, {"subject": asdict(subject), "costs": asdict(costs), "seconds": seconds})
-    return path
+def store_costs(
+    subject: Subject, costs: Costs, seconds: float, tell: Callable[[str], None] = output.note
+) -> None:
+    """Keep costs for the next time; `seconds`: given to measuring them. `tell` hears where they cannot be written."""
+    try:
+        write_json(subject.file(), {"subject": asdict(subject), "costs": asdict(costs), "seconds": seconds})
+    except (InputError, OSError) as error:
+        tell(f"the measured costs are not kept: {error}")
 
 
 def load_costs(pair: Pair, note: Callable[[str], None], *, at_least_seconds: float = 0.0) -> Costs | None:
@@ -108,14 +113,18 @@ def load_costs(pair: Pair, note: Callable[[str], None], *, at_least_seconds: flo
     A damaged file is passed over, and `note` is told.
     """
     path = subject_of(pair).file()
-    kept = _read(path, note) if path.exists() else None
+    kept = _read(path, note) if os.path.exists(path) else None  # False also in a folder that is shut to us
     return kept.costs if kept is not None and kept.seconds >= at_least_seconds else None
 
 
 def kept_for(target: ModelShape, drafter: ModelShape) -> list[Kept]:
     """Costs of these two shapes on this machine: of each engine and precision those measured longest, the latest of equals."""
     shapes = {"target": outline(target), "drafter": outline(drafter)}
-    paths = sorted((cache_folder() / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime)
+    folder = cache_folder() / FOLDER
+    files = (
+        folder.glob("*.json") if os.path.isdir(folder) else ()
+    )  # glob fails in a folder that is shut to us
+    paths = sorted(files, key=lambda path: path.stat().st_mtime)
     found = [kept for path in paths if (kept := _read(path, lambda _: None)) is not None]
     best = {
         (kept.subject.engine, kept.subject.precision): kept
@@ -166,10 +175,7 @@ def costs_of(
             "close them and measure again"
         )
     elif slower < STALE:
-        try:
-            store_costs(subject_of(pair), costs, how.seconds)
-        except (InputError, OSError) as error:
-            note(f"the measured costs are not kept: {error}")
+        store_costs(subject_of(pair), costs, how.seconds, note)
     return costs, False
 
 

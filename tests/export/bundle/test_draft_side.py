@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_export.bundle import draft_side
+from edgespec_export.bundle import default_choice, draft_side
+from edgespec_export.bundle.default_choice import choose_default
 from edgespec_export.bundle.draft_side import choose_drafters, draft_table
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.exported_pair import PairRun, Trial, as_json
 from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.engines.exactness import EXACT
 
 OWN, FLOAT = ("onnxruntime", "int4", "int4"), ("onnxruntime", "int4", "fp32")
 STEP = {"int4": 0.1, "fp32": 0.15}  # plain steps
@@ -66,7 +68,7 @@ def test_the_drafter_that_promises_more_tokens_a_second_is_taken(
     assert beside["drafter", "int4"] == (f"drafter-{taken}", taken)
     assert beside["drafter", "fp32"] == ("drafter-fp32", "fp32")
     assert beside["target", "int4"] == ("target-int4", "int4")
-    assert clock == [("int4", "int4"), ("int4", "fp32")]
+    assert clock == 2 * [("int4", "int4"), ("int4", "fp32")]
     assert [one.drafter for one in candidates if one.chosen] == [taken]
     assert {one.drafter: one.alpha for one in candidates} == pytest.approx({"int4": own, "fp32": floats})
     shown = draft_table([*map(asdict, candidates), {"engine": 7}])
@@ -91,3 +93,26 @@ def test_a_head_has_one_file(files: list[ExportedFile], clock: list[tuple[str, s
 
 def test_nobody_elses_rows_make_a_table() -> None:
     assert draft_table([{"engine": "x"}, {"alpha": "high"}]) == ""
+
+
+def test_another_program_beside_one_turn_does_not_decide(
+    files: list[ExportedFile], clock: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files of equal speed, and the first one is timed while another program runs: seven times as slow."""
+
+    def calibrate(*_: Any) -> Costs:
+        slow = 7.0 if len(clock) == 1 else 1.0
+        return Costs((256,), ((slow, 1.1 * slow, 1.2 * slow, 1.3 * slow, 1.4 * slow),), (0.1 * slow,))
+
+    monkeypatch.setattr(draft_side, "calibrate", calibrate)
+    acceptance = as_json([run(OWN, 0.7), run(FLOAT, 0.6)])
+    _, candidates = choose_drafters(files, None, {}, {"acceptance": acceptance})
+    assert [one.drafter for one in candidates if one.chosen] == ["int4"]
+    clock.clear()
+    checks = [
+        {"role": "target", "engine": "onnxruntime", "precision": name, "kept": {EXACT: 0.99}} for name in STEP
+    ]
+    monkeypatch.setattr(default_choice, "kept_of", lambda check: check["kept"])
+    chosen = choose_default(files, None, {}, {"files": checks}, {})
+    assert clock == 2 * [("fp32", "fp32"), ("int4", "int4")]
+    assert [one.plain for one in chosen.timed] == [1.0, 1.0]

@@ -212,7 +212,8 @@ def test_a_top_k_store_beyond_31_bits_of_values(tmp_path: Path, monkeypatch: pyt
         target_store.data_path(tmp_path, 0),
         {0: head, len(head) + (total - last) * kind.itemsize: records.tobytes()},
     )
-    index = {"shards": 1, "stored_rows": 3, "shard_rows": 32, "vocab_size": 32_000, "top_k": top_k}
+    index = {"shards": 1, "stored_rows": 3, "shard_rows": 32, "vocab_size": 32_000}
+    index |= {"top_k": top_k, "rows": ""}
     write_json(tmp_path / target_store.INDEX, index)
     monkeypatch.setattr(
         target_store, "whole_shard", lambda folder, number: {"positions": positions}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.generating.response_shards import write_shard
+from edgespec_recipes.generating.response_shards import read_responses, write_shard
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.training import objective
 from edgespec_recipes.training.distill import DistillInputs, distill, responses_of, store_responses
@@ -135,6 +135,18 @@ def test_it_learns(pair: dict[str, Path], tmp_path: Path, mix: str) -> None:
     stored = options.stored_top_k if options.target_side == "stored" else 0
     wanted = watched_alpha(pair, tmp_path / "model", stored)
     assert alphas[-1] == pytest.approx(wanted, abs=0.01)  # rounding of bf16
+
+
+def test_what_was_stored_of_other_responses_is_refused(pair: dict[str, Path], tmp_path: Path) -> None:
+    """A damaged shard of responses is written again, on another machine perhaps with other text; the store is whole."""
+    options = replace(OPTIONS, divergence="fkl", target_side="stored")
+    store_responses(tmp_path / "store", inputs(tmp_path, pair), options)
+    (tmp_path / "responses").mkdir()
+    first, *rest = read_responses(pair["responses"])
+    changed = {**first, "response_ids": first["response_ids"][:-1]}
+    write_shard(tmp_path / "responses" / "shard-00000.jsonl", [changed, *rest])
+    with pytest.raises(InputError, match="store was stored from other responses; delete it"):
+        run(tmp_path, {**pair, "responses": tmp_path / "responses"}, options, store=tmp_path / "store")
 
 
 def test_selection_follows_a_reference(pair: dict[str, Path], tmp_path: Path) -> None:

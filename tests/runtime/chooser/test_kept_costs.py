@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -29,6 +31,7 @@ from edgespec.core.shapes import ModelShape
 
 TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1))
 BRIEFLY = CalibrateOptions(0.1, (16,))
+NOBODY = 65534  # the user of a process of root's to whom a folder can be shut
 
 
 @pytest.mark.usefixtures("steady")
@@ -105,7 +108,11 @@ def test_what_is_measured_beside_other_programs_is_not_kept(
 
 @pytest.mark.usefixtures("quiet")
 def test_a_cache_folder_that_cannot_be_written_is_no_reason_to_stop(
-    pair: Pair, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair,
+    notes: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "home").write_text("a file in the way")
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
@@ -114,6 +121,29 @@ def test_a_cache_folder_that_cannot_be_written_is_no_reason_to_stop(
     assert costs.longest >= 4
     assert len(notes) == 1
     assert notes[0].startswith("the measured costs are not kept: ")
+    store_costs(subject_of(pair), TABLE, 1.0)  # as bench --synthetic does
+    assert "the measured costs are not kept: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no owners of this kind")
+def test_a_cache_folder_that_is_shut_to_us_is_no_reason_to_stop(
+    pair: Pair, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("EDGESPEC_HOME", str(home))
+    store_costs(subject_of(pair), TABLE, seconds=9.0)
+    user = os.geteuid()
+    home.chmod(0)
+    os.seteuid(user or NOBODY)
+    try:
+        assert load_costs(pair, notes.append) is None
+        assert kept_for(pair.manifest.target.shape, pair.manifest.drafter.shape) == []
+        store_costs(subject_of(pair), TABLE, 9.0, notes.append)
+    finally:
+        os.seteuid(user)
+        home.chmod(0o700)
+    assert [note.partition(":")[0] for note in notes] == ["the measured costs are not kept"]
+    assert load_costs(pair, notes.append) == TABLE
 
 
 def test_costs_are_kept_and_found_again(pair: Pair, notes: list[str]) -> None:
@@ -201,7 +231,8 @@ def spoilt(*keys: str, value: object) -> Callable[[str], str]:
 def test_a_file_that_cannot_be_used_is_passed_over_with_a_note(
     pair: Pair, notes: list[str], spoil: Callable[[str], str]
 ) -> None:
-    path = store_costs(subject_of(pair), TABLE, 1.0)
+    store_costs(subject_of(pair), TABLE, 1.0)
+    path = subject_of(pair).file()
     path.write_text(spoil(path.read_text()))
     assert load_costs(pair, notes.append) is None
     assert len(notes) == 1
