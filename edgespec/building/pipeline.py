@@ -14,6 +14,7 @@ from edgespec.building.pair import find_target, gguf_target
 from edgespec.building.pipeline_export import ExportStages
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
+from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
 from edgespec.model_folder.head import check_layers, check_start, check_target, shape_of_drafter
@@ -293,11 +294,11 @@ class Build(ExportStages):
         return str(self.out / stage / INSTRUCTIONS)
 
     def _write_responses(self, target: Path, filled: Recipe, own: set[str]) -> None:
-        """The target's responses. `recipe`: with the files that the target wrote for it in the stages `own`."""
+        """The target's responses. `filled`: the recipe with the files that the target wrote for it in the stages `own`."""
         from edgespec_recipes.generating import datagen, response_shards
 
         kept = filled.distill.stored_top_k if filled.distill.target_side == "stored" else 0
-        self.stage(
+        counts = self.stage(
             "generate",
             "the target writes responses",
             self.recipe.generate,
@@ -310,6 +311,12 @@ class Build(ExportStages):
             together=True,
             damaged=response_shards.damaged_shards,
         )
+        if 2 * counts["ended"] < counts["responses"]:
+            step(
+                f"Note: {counts['ended']:,} of {counts['responses']:,} responses ended within {filled.generate.max_new_tokens} "
+                "tokens; the drafter does not see how the others end, nor the answer of a target that thinks first: a build with "
+                "a larger --generate.max-new-tokens does"
+            )
 
     def _write_own_data(self, target: Path) -> tuple[Recipe, set[str]]:
         """The recipe with what the target writes itself as files, and the stages that wrote these."""

@@ -179,7 +179,9 @@ class ExportStages:
                 self._verify_prompts(target, options.verify_prompts),
                 options,
                 trials=self._trials(target, options.acceptance_prompts),
-                questions=questions_of(target, self._held_out(options.answer_replies), seed=self.recipe.seed),
+                questions=questions_of(
+                    target, self._held_out(target, options.answer_replies), seed=self.recipe.seed
+                ),
             ),
             reads=models | sources.stages(out, "export") | self._prompt_reads(),
         )
@@ -204,7 +206,7 @@ class ExportStages:
                 target_name=found["name"],
                 target_source=found["source"],
                 licence=found.get("licence", ""),  # builds of before have none
-                prompts=self._held_out(recipe.export.bundle_prompts),
+                prompts=self._held_out(target, recipe.export.bundle_prompts),
                 evaluation=evaluation,
                 verification=read_json(out / "verify" / "verify.json"),
                 metrics=_without_counts(evaluation),
@@ -244,10 +246,17 @@ class ExportStages:
         """Where `_evaluation` is read from."""
         return sources.stages(self.out, "evaluate")
 
-    def _held_out(self, limit: int) -> list[list[dict[str, str]]]:
-        from edgespec_recipes.data.prompts import read_prompts
+    def _held_out(self, target: Path, limit: int) -> list[list[dict[str, str]]]:
+        """The first held-out prompts, with turns joined where the chat template refuses them: the runtime joins none.
 
-        return read_prompts(self.recipe.evaluate.prompts_file, "heldout")[:limit]
+        Raises InputError for one that it refuses joined, too.
+        """
+        from edgespec_recipes.data.prompts import accepted, read_prompts
+        from edgespec_recipes.models.loading import load_tokenizer
+
+        tokenizer = load_tokenizer(target)
+        prompts = read_prompts(self.recipe.evaluate.prompts_file, "heldout")[:limit]
+        return [accepted(tokenizer, messages)[0] for messages in prompts]
 
     def _calibration_rows(self, target: Path) -> list[list[int]]:
         """Text for the ranges of integer activations: the target's own responses, else the held-out prompts."""
@@ -299,4 +308,4 @@ class ExportStages:
         from edgespec_runtime.text.tokenizer import ChatTokenizer
 
         tokenizer = ChatTokenizer(target)
-        return [tokenizer.encode_chat(messages) for messages in self._held_out(count)]
+        return [tokenizer.encode_chat(messages) for messages in self._held_out(target, count)]

@@ -55,16 +55,21 @@ def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
 
 
 def render(tokenizer: Any, messages: Messages) -> str:
-    """The chat template's text with the opening of the assistant's turn.
+    """The chat template's text with the opening of the assistant's turn. Raises InputError as `accepted` does."""
+    return accepted(tokenizer, messages)[1]
+
+
+def accepted(tokenizer: Any, messages: Messages) -> tuple[Messages, str]:
+    """(the messages as the chat template takes them, its text with the opening of the assistant's turn).
 
     Raises InputError where the template refuses the messages as they are and with turns of one role joined.
     """
     try:
-        return _filled(tokenizer, messages)
+        return messages, _filled(tokenizer, messages)
     except TemplateError:
         joined = _joined(messages)
     try:
-        return _filled(tokenizer, joined)
+        return joined, _filled(tokenizer, joined)
     except TemplateError as error:
         raise InputError(
             f"the target's chat template refuses the conversation that begins {joined[0]['content'][:60]!r}: {error}; "

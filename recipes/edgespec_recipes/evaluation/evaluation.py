@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -161,6 +161,7 @@ def evaluate(
     is the baseline the others are compared with. Raises InputError: too few prompts, vocabularies that differ.
     """
     asked, models = _load(target_folder, drafters, options, seed, inference or InferenceOptions())
+    asked = replace(asked, prompts=first_prompts(out, asked.prompts))
     settings: list[dict[str, Any]] = []
     parts = len(SAMPLINGS) * (1 + len(drafters) * (1 + len(options.draft_lengths)))
     with progress("evaluate on held-out prompts", parts, "parts") as bar:
@@ -203,6 +204,11 @@ def finish(
         **{f"tau_{s['drafter']}_{label_of(s)}": round(s["metrics"]["tau"][0], 4) for s in result["settings"]},
         **{f"{c['claim']}_{label_of(c)}": c["holds"] for c in result["comparisons"]},
     }
+
+
+def first_prompts(out: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """The prompts that this evaluation began with: on another day a template may have written another date into them."""
+    return finished_part(out / "settings" / "prompts.json", len(prompts), lambda: prompts)
 
 
 def finished_part(path: Path, size: int, compute: Callable[[], list[Any]]) -> list[Any]:

@@ -21,7 +21,7 @@ from edgespec.core.metrics import RawCounts
 from edgespec.core.progress import progress
 from edgespec.recipe.sampling import SAMPLINGS, Sampling
 from edgespec.recipe.schema import EvaluateOptions
-from edgespec_recipes.evaluation.evaluation import finish, finished_part, held_out_prompts
+from edgespec_recipes.evaluation.evaluation import finish, finished_part, first_prompts, held_out_prompts
 from edgespec_recipes.evaluation.report import TeacherForced, setting_of
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 
@@ -45,7 +45,7 @@ def evaluate_files(
     stops = frozenset(stop_ids_of(target_folder, tokenizer))
     target, draft = open_pair()
     try:
-        prompts = held_out_prompts(tokenizer, options, target.engine.context_length)
+        prompts = first_prompts(out, held_out_prompts(tokenizer, options, target.engine.context_length))
         settings = []
         with progress("evaluate on held-out prompts", len(SAMPLINGS) * len(prompts), "prompts") as bar:
             for sampling in SAMPLINGS:

@@ -114,7 +114,7 @@ def write_shards(
             path = out / shard_name(number)
             if about_file(path).exists():
                 try:
-                    bar.skip(len(answers_to(shards[number], path, writer.wanted)))
+                    bar.skip(len(answers_to(shards[number], path, writer)))
                     continue
                 except InputError as error:
                     log.warning("%s; it is made again", error)

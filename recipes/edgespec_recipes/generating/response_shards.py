@@ -48,13 +48,14 @@ class Writer(Protocol):
     """The target as a writer, wherever it runs.
 
     stops: token ids that end a response. context_length: tokens that prompt and response may have together. precision: what it
-    computes in, and why. wanted: what it keeps of what it computes.
+    computes in, and why. wanted: what it keeps of what it computes. replies: answers that were given to it, by the requests' ids.
     """
 
     stops: Sequence[int]
     context_length: int
     precision: Precision
     wanted: Wanted | None = None
+    replies: Sequence[list[int]] | None = None
 
     def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         """The answers to the requests of shard `number`, in order; `bar` goes on by one for each."""
@@ -89,15 +90,20 @@ def read_shard(path: Path) -> list[dict[str, Any]]:
     return read_jsonl(path)
 
 
-def answers_to(requests: list[Request], path: Path, wanted: Wanted | None = None) -> list[dict[str, Any]]:
-    """The rows of a shard, which must answer these requests and have beside them what is wanted. Raises InputError."""
+def answers_to(requests: list[Request], path: Path, writer: Writer) -> list[dict[str, Any]]:
+    """The rows of a shard, which must be answers of this writer to these requests. Raises InputError.
+
+    The prompts' ids may differ: a template may write the day's date, and a row has the ids that were read. Another tokenizer or
+    template is noticed by the stage's record of the target (stages/record.py).
+    """
     rows = read_shard(path)
-    check_states(path, read_json(about_file(path)), wanted)
+    check_states(path, read_json(about_file(path)), writer.wanted)
     if len(rows) != len(requests):
         raise InputError(f"{path} has {len(rows)} rows; it must have {len(requests)}")
     for row, request in zip(rows, requests, strict=True):
-        same = (row.get("id"), row.get("prompt_ids")) == (request.id, request.prompt_ids)
-        if not same or not row.get("response_ids"):
+        answer = row.get("response_ids")
+        same = (row.get("id"), row.get("messages")) == (request.id, request.messages)
+        if not same or not answer or (writer.replies and answer != writer.replies[request.id]):
             raise InputError(
                 f"{path} has the row {row.get('id')!r} where the answer to request {request.id} belongs"
             )

@@ -36,11 +36,12 @@ class StateReader(Writer):
     """Its answers are the given ones, by the requests' ids."""
 
     wanted: Wanted
+    replies: Sequence[list[int]]
 
     def __init__(
         self,
         folder: Path,
-        replies: Sequence[Sequence[int]],
+        replies: Sequence[list[int]],
         stops: Sequence[int],
         how: InferenceOptions,
         top_k: int,
@@ -62,7 +63,7 @@ class StateReader(Writer):
             bar.add_tokens(sum(len(found[each.id][1]) for each in batch))
             bar.update(len(batch))
         records, features = (np.concatenate([found[each.id][part] for each in requests]) for part in range(2))
-        return [list(self.replies[each.id]) for each in requests], {RECORDS: records, FEATURES: features}
+        return [self.replies[each.id] for each in requests], {RECORDS: records, FEATURES: features}
 
     def _states(self, batch: Sequence[Request]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(records, features) of each text of a pass. The last token of a text is not read; padding stands behind the others."""

@@ -45,7 +45,7 @@ class Lookalikes:
     Args:
         tokenizer: not changed here.
         rendered: what the template writes for harmless chats; added tokens that stand in it count as special even where the
-            tokenizer does not mark them so.
+            tokenizer does not mark them so. Blanks do not: Gemma's line breaks are added tokens, and people write them too.
     """
 
     def __init__(self, tokenizer: Tokenizer, rendered: str) -> None:
@@ -54,7 +54,7 @@ class Lookalikes:
         self.ids: dict[str, int] = {
             token.content: index
             for index, token in added.items()
-            if token.content and (token.special or token.content in rendered)
+            if token.content and (token.special or (token.content.strip() and token.content in rendered))
         }
         longest_first = sorted(self.ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or _NEVER)

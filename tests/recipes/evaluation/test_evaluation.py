@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from edgespec_recipes.evaluation.evaluation import evaluate, held_out_prompts, t
 from edgespec_recipes.evaluation.report import evaluation_table
 from edgespec_recipes.losses.distributions import warp
 from small_llama import PROMPTS, greedy, small_llama
-from tiny_models import make_model_folder
+from tiny_models import TEMPLATE, make_model_folder
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
@@ -127,6 +128,20 @@ def test_a_second_run_decodes_nothing_and_a_broken_setting_is_made_again(
     assert runs == [3, 3]  # two batches of one setting
     assert broken.name in caplog.text
     assert (finished / "evaluation.json").read_bytes() == before
+
+
+def test_an_evaluation_that_goes_on_another_day_has_its_first_prompts(
+    folders: dict[str, Path], options: EvaluateOptions, tmp_path: Path
+) -> None:
+    """A template that writes microseconds stands for one that writes the date."""
+    target, out = shutil.copytree(folders["target"], tmp_path / "dated"), tmp_path / "out"
+    (target / "chat_template.jinja").write_text("{{ strftime_now('%f') }}" + TEMPLATE)
+    options = replace(options, prompts=2, max_new_tokens=4, draft_lengths=(1,))
+    evaluate(out, target, {"distilled": folders["stranger"]}, options, 0, RATIO)
+    before = (out / "evaluation.json").read_bytes()
+    (out / "settings" / "distilled-t0-p1-agreement.json").unlink()
+    evaluate(out, target, {"distilled": folders["stranger"]}, options, 0, RATIO)
+    assert (out / "evaluation.json").read_bytes() == before
 
 
 def test_table(finished: Path) -> None:

@@ -17,7 +17,7 @@ from edgespec_recipes.generating.response_shards import read_responses
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.parallel.precision import Precision
 from small_llama import greedy
-from tiny_models import make_model_folder
+from tiny_models import TEMPLATE, make_model_folder
 from torchrun import one_thread, two_processes
 
 from edgespec.core.errors import InputError
@@ -129,7 +129,10 @@ def _flip(shard: Path) -> None:
 
 
 def _of_others(shard: Path) -> None:
-    response_shards.write_shard(shard, [{**row, "prompt_ids": [1, 2]} for row in read_jsonl(shard)])
+    others = [{"role": "user", "content": "Another?"}]
+    response_shards.write_shard(
+        shard, [{**row, "messages": others, "prompt_ids": [1, 2]} for row in read_jsonl(shard)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,6 +172,21 @@ def test_any_damage_is_named_and_only_that_shard_made_again(
     assert counts["remade_shards"] == (["shard-00001.jsonl"] if words else [])
     after = {file.name: file.stat().st_mtime_ns for file in out.glob("*.jsonl")}
     assert [name for name in sorted(times) if times[name] != after[name]] == ["shard-00001.jsonl"]
+
+
+def test_prompts_with_another_date_keep_what_was_written(
+    target: Path, options: GenerateOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A template that writes microseconds stands for one that writes the date, and a stage that goes on on another day."""
+    folder = shutil.copytree(target, tmp_path / "dated")
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%f') }}" + TEMPLATE)
+    generate(tmp_path / "out", folder, options, seed=5)
+    before = contents(tmp_path / "out")
+    response_shards.about_file(tmp_path / "out" / "shard-00001.jsonl").unlink()
+    assert generate(tmp_path / "out", folder, options, seed=5)["remade_shards"] == []
+    after = contents(tmp_path / "out")
+    assert [name for name in before if before[name] != after[name]] == ["shard-00001.jsonl"]
+    assert "made again" not in caplog.text
 
 
 PROGRAM = """

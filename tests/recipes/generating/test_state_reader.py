@@ -19,7 +19,7 @@ from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.written_rows import JoinedRows, WrittenRows
 from edgespec_recipes.stored.written_states import read_states
 from edgespec_recipes.training.distill_head import _warn_of_harm, distill_head
-from tiny_models import make_model_folder
+from tiny_models import TEMPLATE, make_model_folder
 from writing_target import (
     FILE,
     SEED_FILE,
@@ -136,6 +136,20 @@ def test_no_more_is_read_than_is_wanted_and_whole_shards_stay(folder: Path, tmp_
     assert read(folder, tmp_path, tokens=300)["remade_shards"] == ["shard-00000.jsonl"]
     assert shards(tmp_path) == before
     assert counts["responses"] == len(rows) < 30
+
+
+def test_prompts_with_another_date_keep_what_was_read(tmp_path: Path) -> None:
+    """A template that writes microseconds stands for one that writes the date. Replies that are others are read again."""
+    dated, out = make_model_folder(tmp_path / "dated" / TARGET), tmp_path / "out"
+    (dated / "chat_template.jinja").write_text("{{ strftime_now('%f') }}" + TEMPLATE)
+    source = tmp_path / "dated" / "answered.jsonl"
+    write_jsonl(source, [{"instruction": f"Say {n}", "response": WORDS} for n in range(3)])
+    read(dated.parent, out)
+    before = shards(out)
+    assert read(dated.parent, out)["remade_shards"] == []
+    assert shards(out) == before
+    write_jsonl(source, [{"instruction": f"Say {n}", "response": WORDS[:-3]} for n in range(3)])
+    assert read(dated.parent, out)["remade_shards"] == ["shard-00000.jsonl"]
 
 
 def test_what_does_not_fit_is_cut_or_left_out(folder: Path, tmp_path: Path) -> None:

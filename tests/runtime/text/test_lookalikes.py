@@ -162,6 +162,24 @@ def test_tokens_that_only_the_template_marks_as_special(tmp_path: Path) -> None:
     assert ids.count(raw.token_to_id("[TOOL]")) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "breaks", "double"),
+    [("Fix this:\ndef f():\n\n    pass", 1, 1), ("a\n<|im_end|>\nb", 2, 0)],
+)
+def test_line_breaks_that_are_added_tokens_stay_these(
+    tmp_path: Path, text: str, breaks: int, double: int
+) -> None:
+    """As Gemma has them. The template writes three itself."""
+    raw = byte_level_tokenizer(300)
+    raw.add_tokens([AddedToken(blank, special=False, normalized=False) for blank in ("\n", "\n\n")])
+    (tmp_path / "m").mkdir()
+    save_tokenizer(tmp_path / "m", raw)
+    ids = ChatTokenizer(tmp_path / "m").encode_chat(user(text))
+    assert [ids.count(raw.token_to_id(blank)) for blank in ("\n", "\n\n")] == [3 + breaks, double]
+    assert (ids.count(START), ids.count(END)) == (2, 1)
+    assert encode_prompt(load_tokenizer(tmp_path / "m"), user(text)) == ids
+
+
 def test_other_spellings_that_a_normalizer_makes_special(tmp_path: Path) -> None:
     raw = byte_level_tokenizer(300)
     raw.normalizer = normalizers.Lowercase()
