@@ -324,9 +324,9 @@ def _export(export: ExportOptions, target: ModelShape, files: int) -> StageCost:
 
 def _verify(export: ExportOptions, target: ModelShape) -> StageCost:
     """The float model and one file's weights as floats, or static graphs that run; with the logits of both in torch and of the
-    file in its engine."""
+    file in its engine, and three times those of the one prompt that the file reads in other passes."""
     weights = costs.weight_bytes(target)
-    logits = 3 * costs.FLOAT * target.vocab_size * export.verify_prompts * PROMPT_TOKENS
+    logits = costs.FLOAT * target.vocab_size * PROMPT_TOKENS * (3 * export.verify_prompts + 3)
     memory = weights + max(weights, _opened_bytes(target, export.npu)) + logits
     return StageCost("verify", 0, 0.0, memory, 0)
 
