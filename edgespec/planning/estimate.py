@@ -356,8 +356,8 @@ def estimate(
     stages = [_made_target()] if recipe.target == TINY_CHAT else []
     if recipe.tune.steps:
         stages.append(_tune(recipe, target))
-    *own, answers = (_written(recipe, writing, target) for writing in writings(recipe))
-    stages += own
+    *first, answers = (_written(recipe, writing, target) for writing in writings(recipe))
+    stages += first
     if recipe.pretrain.steps and not head:
         text = _id_bytes(drafter) * _steps_tokens(recipe.pretrain)
         stages.append(_training("pretrain", recipe.pretrain, drafter, masked=False, disk=text))
