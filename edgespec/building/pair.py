@@ -6,14 +6,17 @@ seconds; the rooms' own checks do the work, one after another.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import check_model
+from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE, check_target, is_head, target_layers
+from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.read import check_features, check_no_npu
-from edgespec.recipe.schema import ExportOptions
+from edgespec.recipe.schema import DrafterOptions, ExportOptions
 from edgespec.recipe.targets import TARGETS, FoundTarget, gguf_of
 
 
@@ -69,6 +72,24 @@ def check_pair(target: Path, drafter: ModelShape | Path | None, options: ExportO
     elif isinstance(drafter, Path):
         check_model(drafter, "the drafter")
     return check_possible(target, drafter, options)
+
+
+def check_first_weights(target: Path, drafter: DrafterShape, options: DrafterOptions) -> None:
+    """Refuse a drafter that training could not begin with: too few tokens of the target, or weights that cannot be cut out.
+
+    Raises InputError. Reads no weights.
+    """
+    from edgespec_recipes.models.loading import load_tokenizer
+    from edgespec_recipes.models.subcloning import check_cut
+    from edgespec_recipes.models.vocabulary import check_size, special_tokens
+
+    config = read_config(target)
+    full = ModelShape.from_config(config)
+    if drafter.vocab_size < full.vocab_size:
+        kept = drafter.vocab_size - (not drafter.joins)  # a model has a row for all other tokens
+        check_size(kept, special_tokens(load_tokenizer(target), target), full.vocab_size)
+    if options.init == "subclone":
+        check_cut(config, full, replace(drafter, vocab_size=full.vocab_size))
 
 
 def _check_runtime(target: Path) -> None:

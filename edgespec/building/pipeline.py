@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.building.pair import find_target, gguf_target
+from edgespec.building.pair import check_first_weights, find_target, gguf_target
 from edgespec.building.pipeline_export import ExportStages
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
@@ -139,8 +139,9 @@ class Build(ExportStages):
         self._drop_files_too_large(target_shape, shape, self.recipe.target)
 
         def plan(place: Path) -> dict[str, Any]:
-            # what cannot be exported is said now, and not after hours of pretraining
+            # what cannot be trained or exported is said now, and not after the target has written for hours
             self._check_pair(target, self._initial_drafter(target, shape))
+            check_first_weights(target, shape, options)
             if problems := context_problems(self.recipe, target_shape):
                 raise InputError("; ".join(problems))
             found = {

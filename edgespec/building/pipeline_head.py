@@ -32,6 +32,10 @@ def _generate_recipe(recipe: Recipe) -> Recipe:
 class HeadBuild(Build):
     """From a target that gives its hidden states to a bundle with a head."""
 
+    def _plan(self, target: Path) -> DrafterShape:
+        self._check_target(target)  # before the target writes for hours
+        return super()._plan(target)
+
     def _train_and_export(self, target: Path, planned: DrafterShape) -> Path:
         drafter = self._distill(target)
         self._export(target, drafter)
@@ -44,7 +48,6 @@ class HeadBuild(Build):
         from edgespec_recipes.training.distill_head import distill_head
 
         out, seed = self.out, self.recipe.seed
-        self._check_target(target)  # before the target writes for hours
         read = self._read_fixed(target)
         filled, own = self._write_own_data(target)
         self._write_responses(target, _generate_recipe(filled), own)

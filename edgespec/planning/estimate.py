@@ -17,7 +17,7 @@ from edgespec.planning import costs
 from edgespec.planning.devices_fit import LOADED, STATIC_GRAPHS
 from edgespec.recipe.amounts import own_instructions, own_prompts, read_tokens
 from edgespec.recipe.devices import FORMAT_OF, STATIC
-from edgespec.recipe.precisions import PRECISIONS
+from edgespec.recipe.precisions import PRECISIONS, beside_own
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
@@ -298,15 +298,26 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageC
     return StageCost("evaluate", len(SAMPLINGS) * tokens, len(SAMPLINGS) * flops, memory, 0)
 
 
-def files_bytes(export: ExportOptions, models: Iterable[ModelShape]) -> int:
-    """The exported files of these models, the target first, all formats and precisions together. A head has one file for all."""
+def files_bytes(export: ExportOptions, models: Iterable[ModelShape], own: int | None = None) -> int:
+    """The exported files of these models, the target first, all formats and precisions together. A head has one file for all.
+
+    `own`: bytes of the target's own GGUF file; that one is copied, and the drafter has one precision beside it.
+    """
     target, *drafters = models
-    files = [(engine, name) for engine, kind in FORMAT_OF.items() for name in getattr(export, kind)]
-    return sum(
-        costs.file_bytes(model, *file, target=target)
-        for model in (target, *drafters)
-        for file in (files[:1] if model.joining_parameters else files)
-    )
+    of_target, of_drafter, copied = export, export, 0
+    if own is not None and export.gguf:
+        of_target, copied = replace(export, gguf=()), own
+        of_drafter = replace(export, gguf=(beside_own(export.gguf),))
+    found = [costs.file_bytes(target, *file) for file in _files(of_target)]
+    for drafter in drafters:
+        files = _files(of_drafter)[: 1 if drafter.joining_parameters else None]
+        found += [costs.file_bytes(drafter, *file, target=target) for file in files]
+    return copied + sum(found)
+
+
+def _files(export: ExportOptions) -> list[tuple[str, str]]:
+    """Engine and precision of every file of a model."""
+    return [(engine, name) for engine, kind in FORMAT_OF.items() for name in getattr(export, kind)]
 
 
 def _opened_bytes(target: ModelShape, static: Iterable[str]) -> int:
@@ -324,18 +335,20 @@ def _export(export: ExportOptions, target: ModelShape, files: int) -> StageCost:
 
 def _verify(export: ExportOptions, target: ModelShape) -> StageCost:
     """The float model and one file's weights as floats, or static graphs that run; with the logits of both in torch and of the
-    file in its engine."""
+    file in its engine, and three times those of the one prompt that the file reads in other passes."""
     weights = costs.weight_bytes(target)
-    logits = 3 * costs.FLOAT * target.vocab_size * export.verify_prompts * PROMPT_TOKENS
+    logits = costs.FLOAT * target.vocab_size * PROMPT_TOKENS * (3 * export.verify_prompts + 3)
     memory = weights + max(weights, _opened_bytes(target, export.npu)) + logits
     return StageCost("verify", 0, 0.0, memory, 0)
 
 
-def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes: int = 1) -> list[StageCost]:
+def estimate(
+    recipe: Recipe, target: ModelShape, drafter: ModelShape, processes: int = 1, own: int | None = None
+) -> list[StageCost]:
     """Every stage that costs something, in order: FLOPs of all processes, memory of one.
 
-    `recipe` is what one of the processes meets (plan_stages.for_processes). Raises InputError where a teacher's shape is
-    not known here.
+    `recipe` is what one of the processes meets (plan_stages.for_processes); `own` as of `files_bytes`. Raises InputError where a
+    teacher's shape is not known here.
     """
     distill, how, head = recipe.distill, recipe.inference, recipe.drafter.kind == "head"
     positions = recipe.generate.prompts * recipe.generate.max_new_tokens
@@ -343,8 +356,8 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
     stages = [_made_target()] if recipe.target == TINY_CHAT else []
     if recipe.tune.steps:
         stages.append(_tune(recipe, target))
-    *own, answers = (_written(recipe, writing, target) for writing in writings(recipe))
-    stages += own
+    *first, answers = (_written(recipe, writing, target) for writing in writings(recipe))
+    stages += first
     if recipe.pretrain.steps and not head:
         text = _id_bytes(drafter) * _steps_tokens(recipe.pretrain)
         stages.append(_training("pretrain", recipe.pretrain, drafter, masked=False, disk=text))
@@ -376,7 +389,7 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
         cost = _distill("distill", distill, target, drafter, how, processes=processes, text_disk=text_disk)
         steps = distill.unrolled_steps if head else 1  # each of a head's own steps is a pass over all tokens
         stages.append(replace(cost, flops=steps * cost.flops))
-    files = files_bytes(recipe.export, (target, drafter))
+    files = files_bytes(recipe.export, (target, drafter), own)
     checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)
     return [
         *stages,

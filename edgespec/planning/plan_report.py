@@ -12,8 +12,9 @@ from edgespec.planning.devices_fit import Fit
 from edgespec.planning.estimate import PROMPT_TOKENS
 from edgespec.planning.hardware import THIS_MACHINE, Hardware
 from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, Way, fastest
-from edgespec.planning.plan_stages import TRAININGS, Assumed, StageTime, Storage
+from edgespec.planning.plan_stages import TRAININGS, Assumed, StageTime, Storage, own_bytes
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
+from edgespec.recipe.precisions import beside_own
 from edgespec.recipe.schema import DrafterOptions, Recipe
 
 LENGTHS = (1, 2, 3, 4, 5, 7)
@@ -136,7 +137,11 @@ def _assumptions(plan: Plan) -> list[str]:
 def _storage(plan: Plan) -> str:
     stored = plan.storage
     export = plan.recipe.export
-    precisions = ", ".join((*export.onnx, *export.gguf, *export.npu))
+    gguf = export.gguf
+    if gguf and own_bytes(plan.recipe) is not None:
+        beside = () if plan.drafter.joins else (f"{beside_own(gguf)} of the drafter",)
+        gguf = ("the target's own GGUF file", *beside)
+    precisions = ", ".join((*export.onnx, *gguf, *export.npu))
     download = f"{byte_size(stored.download)} of it the target's download, " if stored.download else ""
     return f"Storage: {byte_size(stored.total)} in all, {download}{byte_size(stored.bundle)} the bundle's models ({precisions})."
 

@@ -34,6 +34,7 @@ from edgespec.recipe.schema import (
     Recipe,
     TrainingOptions,
 )
+from edgespec.recipe.targets import gguf_of
 
 TRAININGS = ("tune", "pretrain", "reference", "distill")
 TOGETHER = (*TRAININGS, SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "generate", STATES, READ, "store")
@@ -76,6 +77,15 @@ def for_processes(recipe: Recipe, processes: int) -> Recipe:
     return replace(recipe, **shares)
 
 
+def own_bytes(recipe: Recipe) -> int | None:
+    """Bytes of the target's own GGUF file, which the bundle has as it is; None without one, and where tuning changes the target.
+
+    Raises InputError as `gguf_of` does.
+    """
+    file = None if recipe.tune.steps else gguf_of(recipe.target)
+    return file.stat().st_size if file is not None and file.is_file() else None
+
+
 def trainings(recipe: Recipe) -> list[str]:
     """The trainings that this recipe has."""
     selects = recipe.distill.select_fraction < 1
@@ -95,7 +105,7 @@ def stage_times(
     processes, mfu, share = hardware.count, assumed.mfu, assumed.bandwidth
     if hardware.measured:
         mfu = share = 1.0  # a measured rate is no peak
-    stages = estimate(for_processes(recipe, processes), target, drafter, processes)
+    stages = estimate(for_processes(recipe, processes), target, drafter, processes, own_bytes(recipe))
     found = []
     for cost in stages:
         devices = processes if cost.stage in TOGETHER else 1

@@ -24,6 +24,7 @@ from edgespec.planning.plan_stages import (
     TOGETHER,
     TRAININGS,
     for_processes,
+    own_bytes,
     trainings,
     usable,
 )
@@ -145,7 +146,8 @@ def _known_shape(recipe: Recipe) -> ModelShape | None:
 
 def _left(recipe: Recipe, out: Path, target: ModelShape, processes: int) -> list[StageCost]:
     """The stages that are not done, each with what it still writes."""
-    stages = estimate(for_processes(recipe, processes), target, derive(target, recipe.drafter), processes)
+    recipe, drafter = for_processes(recipe, processes), derive(target, recipe.drafter)
+    stages = estimate(recipe, target, drafter, processes, own_bytes(recipe))
     return [
         replace(stage, disk=max(0, stage.disk - bytes_in(folder)))
         for stage in stages

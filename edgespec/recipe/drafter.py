@@ -72,7 +72,10 @@ def step_cost(shape: ModelShape) -> float:
 
 
 def _is_narrow(target: ModelShape) -> bool:
-    """Whether token tables would be most of a drafter of the usual size."""
+    """Whether a drafter keeps a part of the tokens unless told otherwise, since its tables would be nearly all of it.
+
+    A wider target's keeps all of them, however much that is: no other engine runs a part.
+    """
     return target.hidden < WIDE_TARGET and target.vocab_size > LARGE_VOCABULARY
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 PRECISIONS = {
     "onnx": ("fp32", "fp16", "int8", "int4", "mixed"),
     "gguf": (
@@ -19,6 +21,11 @@ WHOLE_PRECISIONS = tuple(
 """Those of ONNX and GGUF that round every matrix alike."""
 READ_BY = {"onnx": "onnxruntime", "gguf": "llama.cpp", "npu": "static, openvino"}
 """The engines that run a format's files."""
+
+
+def beside_own(gguf: Sequence[str]) -> str:
+    """The drafter's precision beside a target's own file, of those asked for: Q8_0 changes least at half the size of floats."""
+    return "q8_0" if "q8_0" in gguf else gguf[0]
 
 
 def precision_names() -> list[str]:

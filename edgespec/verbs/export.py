@@ -31,6 +31,7 @@ from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOp
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import FoundTarget
 from edgespec.stages import sources
+from edgespec.stages.own_gguf import own_file
 from edgespec.stages.record import Reads
 from edgespec.stages.sources import held_out_of
 from edgespec.stages.stage import STAGE_FILE
@@ -101,8 +102,9 @@ class Export(ExportStages):
         check_same_tokenizer(source.target, source.drafter)
         if not (self.out / "export" / STAGE_FILE).exists():
             checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
-            shapes = (target, drafter)
-            check_disk(self.out, self.recipe.export, shapes, self.disk_cure, checkpoint=checkpoint)
+            shapes, own = (target, drafter), own_file(source.target)
+            size = None if own is None else own.bytes
+            check_disk(self.out, self.recipe.export, shapes, self.disk_cure, checkpoint=checkpoint, own=size)
         self._export(source.target, source.drafter)
         found = {"name": source.name, "source": source.source, "licence": source.licence}
         return self._pack(source.target, source.drafter, found)
@@ -123,13 +125,20 @@ class Export(ExportStages):
 
 
 def check_disk(
-    out: Path, options: ExportOptions, shapes: Sequence[ModelShape], cure: str, *, checkpoint: int = 0
+    out: Path,
+    options: ExportOptions,
+    shapes: Sequence[ModelShape],
+    cure: str,
+    *,
+    checkpoint: int = 0,
+    own: int | None = None,
 ) -> None:
     """Refuse an export in `out`, new or half done, for which the disk has no room. Raises InputError with both numbers.
 
-    cure: what to do where no room can be made. checkpoint: bytes of the drafter's own weights that go into the bundle.
+    cure: what to do where no room can be made. checkpoint: bytes of the drafter's own weights that go into the bundle. own: those
+    of the target's own GGUF file, None where it came as none.
     """
-    files = files_bytes(options, shapes)
+    files = files_bytes(options, shapes, own)
     copies = 0 if shares_blocks(out) else files + checkpoint
     needed = files + copies - min(files, bytes_in(out / "export"))
     free = free_disk(out)

@@ -116,7 +116,9 @@ def test_plan_and_devices_take_it(made: Path, capsys: pytest.CaptureFixture[str]
     assert main(["plan", "--target", str(made / "tiny.gguf"), "--gpus", "1xH100"]) == 0
     parameters = find_shape(str(made / "source"))
     assert parameters is not None
-    assert f"{parameters.parameters:,}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{parameters.parameters:,}" in out
+    assert "the bundle's models (fp32, int4, the target's own GGUF file, q8_0 of the drafter)" in out
 
 
 def test_an_export_holds_the_very_file(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,16 @@ def test_a_head_is_int8_beside_every_file_of_its_target() -> None:
     [weights] = [part.bytes for part in found.parts if part.what == "drafter's weights"]
     assert weights == pytest.approx(1.1 * once)
     assert found.streamed["drafter"] / found.streamed["target"] == pytest.approx(0.119, abs=1e-3)
+
+
+def test_a_targets_own_file_is_copied_instead_of_being_written() -> None:
+    """Beside it the drafter has one of the precisions."""
+    model, size = derive(SMOLLM2, DrafterOptions()), 93 * MIB
+    many = ExportOptions(onnx=("fp32",), gguf=("f16", "q8_0"))
+    for drafter, beside in ((model, costs.file_bytes(model, "llama.cpp", "q8_0")), (HEAD, 0)):
+        graphs = files_bytes(replace(many, gguf=()), (SMOLLM2, drafter))
+        assert files_bytes(many, (SMOLLM2, drafter), size) == graphs + size + beside
+        assert files_bytes(replace(many, gguf=()), (SMOLLM2, drafter), size) == graphs
 
 
 def test_the_builder_holds_a_whole_model_unless_it_goes_by_layers() -> None:

@@ -72,5 +72,5 @@ def test_writing_and_checking_the_files(kind: str, name: str, each: int) -> None
     files = {"onnx": [], "gguf": [], kind: [name]}
     found = stages({"export": files, "distill": {"against": name}})
     assert found["export"].memory == found[ROUNDED].memory == each * TARGET.parameters
-    logits = 3 * 4 * TARGET.vocab_size * 8 * 128
+    logits = 4 * TARGET.vocab_size * 128 * (3 * 8 + 3)
     assert found["verify"].memory == 8 * TARGET.parameters + logits

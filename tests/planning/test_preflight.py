@@ -22,9 +22,17 @@ from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import check_weights
 from edgespec.model_folder.weights_files import INDEX, read_header
-from edgespec.planning import preflight
+from edgespec.planning import costs, preflight
 from edgespec.planning.estimate import StageCost, estimate
-from edgespec.planning.preflight import RUNNING, Room, check_processes, find_shortages, refuse, shortages
+from edgespec.planning.preflight import (
+    RUNNING,
+    Room,
+    check_processes,
+    disk_left,
+    find_shortages,
+    refuse,
+    shortages,
+)
 from edgespec.recipe.read import resolve
 
 GIB = 2**30
@@ -196,6 +204,16 @@ def test_a_download_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tune = {"steps": 1, "conversations": "hub:a/b", "teacher": "some/where"}
     for unknown in ({"target": "some/where"}, {"target": "llama-2-7b-chat", "tune": tune}):  # shapes
         assert find_shortages(resolve(unknown, {}), tmp_path, Room(0, 0)) == []
+
+
+def test_a_targets_own_file_is_counted_as_it_is(target: Path, tmp_path: Path) -> None:
+    """And not the f16 and q8_0 of its weights, once as files and once in the bundle."""
+    file, [shape, drafter] = tmp_path / "tiny.gguf", shapes(target)
+    export_gguf(target, file, "q8_0")
+    whole, own = (disk_left(resolve({"target": str(one)}, {}), tmp_path / "out") for one in (target, file))
+    unwritten = [(shape, "f16"), (shape, "q8_0"), (drafter, "f16")]
+    fewer = sum(costs.file_bytes(model, "llama.cpp", name) for model, name in unwritten)
+    assert whole - own == 2 * (fewer - file.stat().st_size)
 
 
 def test_weights_that_were_expanded_before_need_no_room(

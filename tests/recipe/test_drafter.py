@@ -180,3 +180,11 @@ def test_a_head_that_cannot_be_is_refused_before_the_target_writes(
 def test_encoder_decoder_is_refused() -> None:
     with pytest.raises(InputError, match="encoder-decoder"):
         ModelShape.from_config({"model_type": "t5", "is_encoder_decoder": True})
+
+
+def test_what_the_recipes_page_says_of_many_tokens() -> None:
+    target = shape_of_target("qwen3-1.7b")
+    shapes = [derive(target, DrafterOptions(vocabulary=kept)) for kept in (None, 32000)]
+    seen = [(shape.layers, shape.hidden, round(shape.parameters / 1e6, 1)) for shape in shapes]
+    assert seen == [(4, 256, 42.0), (4, 512, 29.0)]
+    assert shapes[0].embedding_parameters / shapes[0].parameters == pytest.approx(0.93, abs=0.005)

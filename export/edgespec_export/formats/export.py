@@ -28,7 +28,7 @@ from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import is_head
-from edgespec.recipe.precisions import MIXED
+from edgespec.recipe.precisions import MIXED, beside_own
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec_export.bits.texts import Text
@@ -93,18 +93,13 @@ def exported_files(
         found += [ExportedFile(role, "onnxruntime", name, place / f"onnx-{name}") for name in options.onnx]
         names = {name: name for name in options.gguf}
         if own is not None and options.gguf:
-            names = {own.precision: own.precision if role == "target" else _beside(options.gguf)}
+            names = {own.precision: own.precision if role == "target" else beside_own(options.gguf)}
         found += [
             ExportedFile(role, "llama.cpp", name, place / "gguf" / f"{role}-{held}.gguf", held)
             for name, held in names.items()
         ]
         found += [ExportedFile(role, "static", name, place / f"static-{name}") for name in options.npu]
     return found
-
-
-def _beside(precisions: Sequence[str]) -> str:
-    """The drafter's precision beside a target's own file: Q8_0 changes least at half the size of floats."""
-    return "q8_0" if "q8_0" in precisions else precisions[0]
 
 
 def export_pair(
@@ -221,7 +216,7 @@ def check_possible(target: Path, drafter: ModelShape | Path | None, options: Exp
             )
         written = options.gguf
         if own is not None and written:
-            written = () if name == "the target" else (_beside(written),)
+            written = () if name == "the target" else (beside_own(written),)
         for precision in written:
             if precision == MIXED["gguf"]:  # says so itself, tensor by tensor
                 continue

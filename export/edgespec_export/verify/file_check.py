@@ -5,7 +5,7 @@ What is measured of a file, the engines that run it, and the judgement; files.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
@@ -202,26 +202,24 @@ def compare_engine(
     `own`: what its weights should give, None where nobody knows. `answer`: what is measured on the target's replies.
     """
     engine = open_engine()
+    found = list[_Compared]()
     try:
         model = CachedEngine(engine)
         # all ways of one passage before the next: what comes before its start is read once
         room = engine.context_length  # a file's may be shorter than its model's
-        ways = [_ways(model, Passage(tokens[:room], start)) for tokens, start in passages]
+        for number, (tokens, start) in enumerate(passages):
+            passage = Passage(tokens[:room], start)
+            found.append(_compared(_ways(model, passage), None if own is None else own[number]))
         check.answers = answer(model)
     finally:
         engine.close()
-    whole = [way.whole for way in ways]
-    singles = np.concatenate([way.singles for way in ways])
-    blocks = np.concatenate([way.blocks for way in ways])
     if own is not None:
-        wanted = np.concatenate(_cut(own, [len(rows) for rows in whole]))
-        check.engine_relative = logit_distance(np.concatenate(whole), wanted)
-    check.block_largest = float(np.abs(blocks - singles).max())
-    check.block_relative = logit_distance(blocks, singles)
-    check.block_flips = int((blocks.argmax(1) != singles.argmax(1)).sum())
-    firsts = np.concatenate([way.firsts for way in ways])
-    check.block_leak = logit_distance(np.concatenate([way.others for way in ways]), firsts)
-    return whole
+        check.engine_relative = _together(one.engine for one in found if one.engine is not None)
+    check.block_largest = float(np.max([one.block[:, 2].max() for one in found]))
+    check.block_relative = _together(one.block for one in found)
+    check.block_flips = sum(one.flips for one in found)
+    check.block_leak = _together(one.leak for one in found)
+    return [one.whole for one in found]
 
 
 class _Ways(NamedTuple):
@@ -235,6 +233,30 @@ class _Ways(NamedTuple):
     blocks: Array
     firsts: Array
     others: Array
+
+
+class _Compared(NamedTuple):
+    """What stays of one passage: its logits in the usual passes, and how far those of the other ways were from them.
+
+    Only one passage is there in all ways, since those of all together take gigabytes where the vocabulary is large. engine,
+    block, leak: as `differences` gives them.
+    """
+
+    whole: Array
+    engine: Array | None
+    block: Array
+    leak: Array
+    flips: int
+
+
+def _compared(ways: _Ways, own: Array | None) -> _Compared:
+    return _Compared(
+        ways.whole,
+        None if own is None else differences(ways.whole, own[: len(ways.whole)]),
+        differences(ways.blocks, ways.singles),
+        differences(ways.others, ways.firsts),
+        int((ways.blocks.argmax(1) != ways.singles.argmax(1)).sum()),
+    )
 
 
 def _ways(model: CachedEngine, passage: Passage) -> _Ways:
@@ -276,10 +298,29 @@ def _cut(parts: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
-def logit_distance(a: Array, b: Array) -> float:
-    """Root mean square difference over that of the logits, both without their row means (softmax does not see those)."""
-    a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
-    return relative(float(np.square(a - b).mean()), float(np.square(b).mean()))
+def logit_distance(a: Sequence[Array], b: Sequence[Array]) -> float:
+    """Root mean square difference over that of the logits, both without their row means (softmax does not see those).
+
+    `a` and `b`: logits [n, V] of every passage.
+    """
+    return _together(map(differences, a, b))
+
+
+def differences(a: Array, b: Array) -> Array:
+    """[n, 3] of every row: the mean squares of a − b and of b, both without their row means, and the largest |a − b|."""
+    found = np.zeros((len(a), 3))
+    for row, (ours, theirs) in enumerate(zip(a, b, strict=True)):
+        difference, centred = ours - theirs, theirs - theirs.mean()
+        found[row, 2] = np.abs(difference).max()
+        found[row, 0] = np.square(difference - difference.mean()).mean()
+        found[row, 1] = np.square(centred).mean()
+    return found
+
+
+def _together(parts: Iterable[Array]) -> float:
+    """The distance from what `differences` gave of every passage."""
+    difference, size, _ = np.concatenate([*parts]).mean(axis=0)
+    return relative(float(difference), float(size))
 
 
 def fed(model: CachedEngine, passage: Passage, count: int) -> Array:

@@ -160,15 +160,16 @@ def check_file(file: ExportedFile, standard: Standard) -> FileCheck:
         answer = partial(standard.answers, file, samples=True)
         seen = compare_engine(check, open_engine, passages, own, answer)
         check.positions, check.rope_border = sum(map(len, seen)), shape.rope_border
-        open_fast = fast_opener(file, threads, context)
-        if open_fast is not None:
-            check.fast = FastCheck()
-            answer = partial(standard.answers, file, samples=False)
-            compare_engine(check.fast, open_fast, passages, own, answer)
     if seen is not None:
         if standard.logits is not None:
             measure(check, seen, standard.logits, passages)
         standard.ran(file, seen)
+    del seen  # those of the fast mode take its place
+    open_fast = fast_opener(file, threads, context)
+    if open_engine is not None and open_fast is not None:
+        check.fast = FastCheck()
+        answer = partial(standard.answers, file, samples=False)
+        compare_engine(check.fast, open_fast, passages, own, answer)
     judge(check)
     return check
 

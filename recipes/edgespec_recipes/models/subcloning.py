@@ -119,7 +119,7 @@ def subclone(target: Any, shape: DrafterShape, blocks: Blocks) -> dict[str, Tens
     Its tables have all of the target's tokens. Raises InputError where the target is of another kind or smaller somewhere.
     """
     full = shape_of(target)
-    _check(target.config, full, shape)
+    check_cut(target.config.to_dict(), full, shape)
     seen = measure(target, blocks)
     weights = {name: value.detach().float().cpu() for name, value in target.state_dict().items()}
     dims = _largest(seen.residual, shape.hidden)
@@ -149,19 +149,22 @@ def scaling_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return {name: value for name, value in rope.items() if name != "rope_theta"}
 
 
-def _check(config: Any, full: ModelShape, shape: DrafterShape) -> None:
-    """Raises InputError for a target whose weights a plain Llama cannot hold, or that has less of something."""
-    again = "give --drafter.init random"
-    biased = full.attention_bias or getattr(config, "mlp_bias", False)
-    if not family_named(config.model_type).subcloning or biased or full.head_norms:
+def check_cut(config: Mapping[str, Any], full: ModelShape, shape: DrafterShape) -> None:
+    """Raises InputError for a target whose weights a plain Llama cannot hold, or that has less of something.
+
+    `config` is the target's config.json; `shape` has all of the target's tokens.
+    """
+    again, family = "give --drafter.init random", str(config.get("model_type", ""))
+    biased = full.attention_bias or config.get("mlp_bias", False)
+    if not family_named(family).subcloning or biased or full.head_norms:
         what = (
             "with biases" if biased else "with norms in its heads" if full.head_norms else "of another build"
         )
         raise InputError(
-            f"the target is a {config.model_type!r} model {what}; weight subcloning makes a plain Llama from "
+            f"the target is a {family!r} model {what}; weight subcloning makes a plain Llama from "
             f"{' or '.join(having('subcloning'))} without biases: {again}"
         )
-    scaling = scaling_of(config.to_dict())
+    scaling = scaling_of(config)
     if scaling is not None and scaling["rope_type"] in LONGROPE:
         raise InputError(
             f"the target's RoPE scaling is {scaling['rope_type']!r}, whose factors are made for the target's heads and fit no "

@@ -25,6 +25,7 @@ from edgespec.model_folder.config import TOKEN_IDS, read_config, read_generation
 COVERAGE = 0.98  # of the target's text: a token outside is always rejected
 STEP = 256  # rows: the vocabulary is a multiple, which the products like
 COUNTED_TOKENS = 100_000_000  # of a longer text, so many in rows at equal distances
+MANY_ADDED = 1024  # added tokens: Gemma 3 has 6,410, and most of them are spare ones that no text has
 
 
 class Blocks(Protocol):
@@ -56,8 +57,16 @@ def covering(counts: np.ndarray, always: Collection[int], share: float = COVERAG
 
 
 def special_tokens(tokenizer: Any, target_folder: Path) -> set[int]:
-    """Ids that every subset has: special and added tokens, and whatever ends a response."""
-    found = {int(token) for token in (*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values())}
+    """Ids that every subset has: special and added tokens, and whatever ends a response.
+
+    Of very many added tokens only those that are special or that the chat template writes; the text decides about the others.
+    """
+    added, template = tokenizer.added_tokens_decoder, tokenizer.chat_template or ""
+    all_of_them = len(added) <= MANY_ADDED
+    found = {
+        index for index, token in added.items() if all_of_them or token.special or token.content in template
+    }
+    found.update(tokenizer.all_special_ids)
     for config in (read_config(target_folder), read_generation_config(target_folder)):
         for role in TOKEN_IDS:
             found.update(listed_ids(config.get(role)))
@@ -66,17 +75,22 @@ def special_tokens(tokenizer: Any, target_folder: Path) -> set[int]:
 
 def choose_vocabulary(counts: np.ndarray, always: Iterable[int], size: int) -> Vocabulary:
     """`always` and the most frequent other tokens, `size` in all; of equal counts the lower id. Raises InputError."""
-    vocab_size = len(counts)
+    wanted = check_size(size, always, len(counts))
+    order = np.argsort(-counts, kind="stable")
+    others = order[~np.isin(order, list(wanted))]
+    ids = np.sort(np.concatenate([np.array(sorted(wanted), np.int64), others[: size - len(wanted)]]))
+    return Vocabulary(len(counts), ids)
+
+
+def check_size(size: int, always: Iterable[int], vocab_size: int) -> set[int]:
+    """Of the ids `always` those that the target has. Raises InputError where a subset of `size` has no room for others."""
     wanted = {token for token in always if 0 <= token < vocab_size}
     if not len(wanted) < size < vocab_size:
         raise InputError(
             f"drafter.vocabulary is {size}; the target has {vocab_size} tokens, and {len(wanted)} special ones that are always "
             f"kept: give {len(wanted) + 1} to {vocab_size - 1}"
         )
-    order = np.argsort(-counts, kind="stable")
-    others = order[~np.isin(order, list(wanted))]
-    ids = np.sort(np.concatenate([np.array(sorted(wanted), np.int64), others[: size - len(wanted)]]))
-    return Vocabulary(vocab_size, ids)
+    return wanted
 
 
 class SubsetEmbedding(nn.Embedding):

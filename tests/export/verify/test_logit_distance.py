@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify.file_check import FileCheck, Passage, compare_engine, judge, note_weight
+from edgespec_export.verify.file_check import (
+    FileCheck,
+    Passage,
+    compare_engine,
+    fed,
+    judge,
+    logit_distance,
+    note_weight,
+)
 from edgespec_export.verify.logit_distance import distance
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
+from toy_engine import ToyEngine, random_model
 
 P = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]], np.float32))
 Q = np.log(np.array([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]], np.float32))
@@ -39,6 +50,33 @@ def test_kl_has_a_direction() -> None:
 def test_one_token_has_no_perplexity_and_no_number_shows() -> None:
     assert np.isnan(distance([P[:1]], [P[:1]], [[1]]).perplexity)
     assert np.isnan(distance([P * np.nan], [P], [[0, 1, 2]]).largest)
+
+
+def test_a_distance_is_that_of_all_passages_together() -> None:
+    """Row means are left out, a long passage counts for more, and what is no number stays to be seen."""
+    rng = np.random.default_rng(2)
+    b = [rng.normal(size=(length, 7)).astype(np.float32) for length in (1, 5)]
+    a = [rows + 3 + 0.01 * rng.normal(size=rows.shape).astype(np.float32) for rows in b]
+    one, other = (np.concatenate(rows) - np.concatenate(rows).mean(1, keepdims=True) for rows in (a, b))
+    wanted = np.sqrt(np.square(one - other).sum() / np.square(other).sum())
+    assert logit_distance(a, b) == pytest.approx(wanted, rel=1e-4)
+    a[1][2, 3] = np.nan
+    assert np.isnan(logit_distance(a, b))
+
+
+def test_one_passage_at_a_time_is_there_in_all_ways() -> None:
+    """Of a vocabulary of 262,144 tokens the logits of eight passages are a gigabyte, each time."""
+    passages = [Passage([1 + 10 * number + token % 9 for token in range(24)]) for number in range(8)]
+    engine = ToyEngine(random_model(0, 4000), 4000, block_length=24)
+    own = [fed(CachedEngine(engine), passage, 24) for passage in passages]
+    check = FileCheck("target", "toy", "fp32", "toy")
+    compare_engine(check, lambda: engine, passages, own)  # the toy remembers what it has computed
+    tracemalloc.start()
+    seen = compare_engine(check, lambda: engine, passages, own)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (check.engine_relative, check.block_relative, check.block_leak, check.block_flips) == (0, 0, 0, 0)
+    assert peak < 1.6 * sum(rows.nbytes for rows in seen)
 
 
 def test_weights_that_are_no_numbers_stay_the_worst() -> None:

@@ -62,6 +62,16 @@ def test_special_added_and_stop_tokens_are_always_there(folder: Path, tmp_path: 
     assert special_tokens(load_tokenizer(copied), copied) == {0, 1, 2, 3, 77}  # 1 is added and has no role
 
 
+def test_of_very_many_added_tokens_only_those_of_a_chat_are_always_there(folder: Path) -> None:
+    """Gemma 3 has 6,242 spare ones, which would be most of a head's 8,192 tokens."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens([f"<unused{number}>" for number in range(8)])
+    assert special_tokens(tokenizer, folder) == {0, 1, 2, 3, *range(512, 520)}
+    tokenizer.add_tokens([f"<unused{number}>" for number in range(8, 1100)])
+    tokenizer.chat_template += "<unused7>"
+    assert special_tokens(tokenizer, folder) == {0, 1, 2, 3, 519}
+
+
 # The model in torch
 
 
