@@ -194,7 +194,7 @@ def alone(out: Path, kind: str, tokens: int, given: argparse.Namespace) -> dict[
         return process.submit(measured, out, kind, tokens, given).result()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
@@ -215,7 +215,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--held-out", type=int, default=64, help="texts that no run reads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/acceptance-curve"))
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     same_options(given.out / "options.json", given, "tokens", "kinds", "out")
     given.learning_rate = dict(zip(SHAPES, given.rates, strict=True))
     rows = []

@@ -9,6 +9,7 @@ against `lossless`, with 95 % bootstrap intervals over prompts.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ def row(length: int, rule: str, counts: list[RawCounts], usual: list[RawCounts])
     return (str(length), rule, efficiency, rate, f"{1e6 * beside / total.blocks:.0f}", *against)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=int, default=32)
@@ -61,7 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", default="")
     parser.add_argument("--precision", default="")
     parser.add_argument("--threads", type=int)
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     pair = open_pair(given.bundle, LoadOptions(given.engine, given.precision, threads=given.threads))
     prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
     ways = [(length, rule) for length in given.draft_lengths for rule in RULES]

@@ -173,7 +173,7 @@ def binary(program: str, target: Path, drafter: Path, threads: int, new: int, pr
     return "\n".join(lines)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--engine", default=LLAMACPP, choices=(LLAMACPP, "onnxruntime"))
@@ -188,7 +188,7 @@ def parse() -> argparse.Namespace:
         "--binary", action="append", default=[], help="llama.cpp program that takes -m, -md, -p"
     )
     parser.add_argument("--json", type=Path, help="write every run to this file")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def rivals_of(pair: Pair, given: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Run]:
@@ -292,8 +292,8 @@ def acceptance_table(pair: Pair, prompts: Sequence[Sequence[int]], new: int) -> 
     return table((f"T = 1, γ = {MATCHED}", "α [95 %]", "τ [95 %]"), rows)
 
 
-def main() -> int:
-    given = parse()
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     options = LoadOptions(engine=given.engine, precision=given.precision, threads=given.threads)
     pair = open_pair(given.bundle, options)
     lengths = {f"edgespec γ = {n}": n for n in given.draft_lengths}

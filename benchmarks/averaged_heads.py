@@ -11,6 +11,7 @@ intervals over rows of 512 tokens of the difference to the best head, row by row
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -80,14 +81,18 @@ def keep(mean: FeatureHead, like: Path, embedding: Tensor, out: Path) -> None:
         keep_in_bytes(Path(place) / "model", out)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
     parser.add_argument("heads", type=Path, nargs="+", metavar="HEAD")
     parser.add_argument("--rows", type=int, default=96, help="rows of 512 tokens to measure on")
     parser.add_argument("--out", type=Path, help="folder for the mean of all heads")
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     rows, embedding = WrittenRows(given.written, CONTEXT), target_embedding(given.target)
     count = min(given.rows, len(rows))
     heads = {str(folder): load_head(folder) for folder in given.heads}

@@ -22,6 +22,7 @@ round, so a slow moment of the machine hits all; plain llama.cpp runs in llama.c
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import tempfile
@@ -272,7 +273,7 @@ def plot(file: Path, lines: Sequence[Line], parameters: int, title: str) -> None
     save(figure, file)
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("model")
     parser.add_argument("--replies", type=int, default=32)
@@ -293,7 +294,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     parser.add_argument("--plot", type=Path, help="write the plot to this PNG")
     parser.add_argument("--markdown", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     onnx, gguf = names_of(given.bits, given.gguf_bits, given.ort)
     if unknown := set(given.only).difference(onnx, gguf):
         parser.error(f"--only names {', '.join(sorted(unknown))}; the files are {', '.join([*onnx, *gguf])}")
@@ -302,6 +303,11 @@ def main() -> int:
             parser.error(
                 f"--only names {', '.join(sorted(others))}; rates are beside {usual}: add it, or --rounds 0"
             )
+    return given
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     found = gguf_target(given.model)
     model = Path(given.model) if found is None else found.folder
     shape = ModelShape.from_config(read_json(model / "config.json"))

@@ -67,7 +67,7 @@ def step_times(folders: list[Path], files: Path) -> np.ndarray:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
@@ -83,7 +83,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--held-out", type=int, default=64, help="texts that no run reads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/drafter-shapes"))
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     same_options(given.out / "options.json", given, "shapes", "files", "out")
     given.learning_rate = {"model": given.rate}
     names = given.shapes

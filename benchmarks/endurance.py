@@ -14,6 +14,7 @@ or more, memory grew.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import sys
@@ -267,7 +268,7 @@ def usual_ways(bundle: Path) -> list[str]:
     return found
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--minutes", type=float, default=120.0)
@@ -276,7 +277,11 @@ def main() -> int:
     )
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", type=Path, help="write what was seen to this file")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     ways, memory = [], Memory()
     for name in given.ways or usual_ways(given.bundle):
         engine, _, precision = name.partition(":")

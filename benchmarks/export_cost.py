@@ -13,6 +13,7 @@ run goes on where it was; the models are removed once measured unless --keep is 
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import time
 from pathlib import Path
@@ -108,14 +109,18 @@ def report(results: dict[str, Any]) -> str:
     return table(("format", "time", "peak memory", "x largest shard", "written", ""), rows, markdown=True)
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", nargs="?", default="tinyllama-1.1b-chat")
     parser.add_argument("--formats", type=words, default="q4_0,f16,onnx-int4")
     parser.add_argument("--shard-gib", type=float, default=1.0)
     parser.add_argument("--folder", type=Path, default=Path("build/export-cost"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoint and the exported files")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
     shape = shape_of_target(given.target)
     base = given.folder / given.target
     model, results_file = base / "model", base / "results.json"

@@ -88,7 +88,7 @@ def alphas(given: argparse.Namespace, arm: str, seed: int) -> tuple[float, float
     return found["alpha"], found["alpha_2"]
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
@@ -107,6 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.shape and given.select:
         parser.error("--select is of a head; leave --shape or --select out")
+    return given
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     same_options(given.out / "options.json", given, "finish", "select", "seeds", "out")
     both = ("α at T = 1", "at T = 0") if given.shape else ("α of the first token", "of the second")
     arms = (ALONE, *given.finish, *given.select)  # the first makes the references of the others

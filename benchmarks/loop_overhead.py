@@ -9,6 +9,7 @@ vocabulary), and a drafter's that are the target's with noise. Bars: 0.15 ms per
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -98,10 +99,14 @@ def overhead_ms(vocab_size: int, warp: dict[str, float], draft_length: int) -> t
     return median(times), counts.block_efficiency
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     if hasattr(os, "sched_setaffinity"):  # one core
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rows, worst = [], 0.0
@@ -116,9 +121,9 @@ def main() -> int:
         for v, n, g, t, x, bar in rows
     ]
     print(table(("vocabulary", "sampling", "γ", "τ", "ms per token", "bar", ""), shown, left=2))
-    if arguments.json:
+    if given.json:
         names = ("vocab_size", "sampling", "draft_length", "block_efficiency", "ms_per_token", "bar_ms")
-        write_json(arguments.json, [dict(zip(names, row, strict=True)) for row in rows])
+        write_json(given.json, [dict(zip(names, row, strict=True)) for row in rows])
     return int(worst > 1.0)
 
 

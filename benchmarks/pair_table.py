@@ -153,7 +153,7 @@ def kept(file: Path | None, key: str, measure: Callable[[], Measured]) -> Measur
     return Measured(**found[key])
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument(
@@ -171,7 +171,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--transformers", type=Path, help="the target's folder with float weights")
     parser.add_argument("--json", type=Path, help="what was measured; a run that was cut off goes on from it")
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     if given.json:
         same_options(given.json.with_suffix(".options.json"), given, "files", "temperatures", "json")
     questions = round_robin(read_suite("built-in"))
