@@ -177,7 +177,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     if given.json:
-        same_options(given.json.with_suffix(".options.json"), given, "files", "temperatures", "json")
+        made = [given.json] if given.json.exists() else []
+        same_options(given.json.with_suffix(".options.json"), given, made, "files", "temperatures", "json")
     questions = round_robin(read_suite("built-in"))
     kinds = sorted({question.category for question in questions})
     questions = questions[: given.each * len(kinds)]
