@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from common import begun, command_line, kept, numbers, same_options, whole_numbers, words
 from edgespec_recipes.data.mixing import TARGET, Mixture
+from edgespec_recipes.data.token_rows import Row
 from edgespec_recipes.generating.response_shards import about_file, write_shard
 from edgespec_recipes.models.initialise import initial_drafter
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
@@ -122,6 +123,14 @@ def part_of(
         yield learnt, others, have[count]
 
 
+class TokenRows(WrittenRows):
+    """The rows as an independent drafter reads them. With states beside a row, `inputs_of` would take it for a head's and not
+    tell where its texts begin."""
+
+    def __getitem__(self, index: int) -> Row:
+        return self.packed[index]
+
+
 class Run:
     """One training: a kind of drafter on a part of the text."""
 
@@ -135,7 +144,8 @@ class Run:
     ) -> None:
         self.kind, self.given, self.seed = kind, given, given.seed
         self.shape = shape or replace(SHAPES[kind], vocabulary=given.vocabulary)
-        self.rows, self.held_out = (WrittenRows(folder, given.context) for folder in (learnt, held_out))
+        rows = WrittenRows if kind == "head" else TokenRows
+        self.rows, self.held_out = (rows(folder, given.context) for folder in (learnt, held_out))
         self.tokenizer = load_tokenizer(given.target)
         self.options = DistillOptions(
             divergence="fkl",

@@ -12,7 +12,7 @@ import pytest
 from edgespec.core.files import write_json
 
 pytest.importorskip("resource", reason="acceptance_curve.py reads its memory from the system")
-from acceptance_curve import part_of
+from acceptance_curve import TokenRows, part_of
 from common import begun, kept, same_options
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.response_shards import read_responses, write_shard
@@ -90,3 +90,15 @@ def test_copies_have_the_first_and_the_last_texts_and_go(
         assert have == texts * ANSWER
         assert np.array_equal(states_of(learnt), states_of(written)[: texts * (PROMPT + ANSWER - 1)])
     assert not list(out.iterdir())
+
+
+def test_an_independent_drafter_copies_no_states_and_sees_where_texts_begin(
+    written: Path, tmp_path: Path
+) -> None:
+    with part_of(written, tmp_path / "out", 10**9, 3, states=False) as (learnt, _, _):
+        assert WrittenRows(learnt, 64).width == 0
+        rows = TokenRows(learnt, 64)
+        assert len(rows.records(0)) == int(rows[0]["compared"].sum())
+        inputs = inputs_of(collate([rows[0]]))
+    assert set(inputs) == {"input_ids", "position_ids"}
+    assert int((inputs["position_ids"] == 0).sum()) > 1
