@@ -45,3 +45,8 @@ def test_a_program_says_what_it_takes(name: str, capsys: pytest.CaptureFixture[s
 def test_a_documented_line_is_understood(name: str, words: str) -> None:
     """Its flags and values are the program's; the files that it names need not be there."""
     program(name).parse(shlex.split(words, comments=True))
+
+
+def test_repeats_of_a_prompt_narrow_no_interval() -> None:
+    over_prompts, once = program("against_llamacpp").over_prompts, [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]
+    assert over_prompts(5 * once, len(once)) == over_prompts(once, len(once))
