@@ -70,19 +70,25 @@ def main(arguments: list[str] | None = None) -> int:
     pair = open_pair(given.bundle, LoadOptions(given.engine, given.precision, threads=given.threads))
     prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
     ways = [(length, rule) for length in given.draft_lengths for rule in RULES]
+
+    def measured(index: int, length: int, rule: str) -> RawCounts:
+        how = DecodingOptions(
+            temperature=given.temperature,
+            seed=index,
+            rule=rule,
+            drafter=MODEL,
+            draft_length=length,
+            max_new_tokens=given.new,
+        )
+        return measure(pair, prompts[index], how, length, Place(index, 0)).counts
+
+    for length, rule in ways:
+        measured(0, length, rule)  # first calls allocate, and are not counted
     counts: dict[tuple[int, str], list[RawCounts]] = defaultdict(list)
     with progress("rules", len(prompts), "prompt") as bar:
-        for index, prompt in enumerate(prompts):
+        for index in range(len(prompts)):
             for length, rule in shuffled(ways, index):
-                how = DecodingOptions(
-                    temperature=given.temperature,
-                    seed=index,
-                    rule=rule,
-                    drafter=MODEL,
-                    draft_length=length,
-                    max_new_tokens=given.new,
-                )
-                counts[length, rule].append(measure(pair, prompt, how, length, Place(index, 0)).counts)
+                counts[length, rule].append(measured(index, length, rule))
             bar.update(1)
     print(
         f"{pair.manifest.target.name} with {pair.manifest.drafter.name}, {pair.engine} {pair.precision}, vocabulary "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,14 @@ def mean_of(heads: list[FeatureHead]) -> FeatureHead:
     return mean
 
 
-def alphas(head: FeatureHead, embedding: Tensor, rows: WrittenRows, count: int, bar: Any) -> np.ndarray:
-    """α [rows, len(KINDS)] of one head."""
+def alphas(
+    head: FeatureHead, embedding: Tensor, rows: WrittenRows, numbers: Sequence[int], bar: Any
+) -> np.ndarray:
+    """α [numbers, len(KINDS)] of one head on the rows of these numbers."""
     options = DistillOptions(divergence="fkl", text_fraction=0.0, target_side="stored", unrolled_steps=STEPS)
     objective = HeadObjective(STEPS, None, options, stops=(), seed=0, store=rows)
     model, found = UnrolledHead(head, embedding).eval(), []
-    for number in range(count):
+    for number in numbers:
         warm, greedy = (values.chunk(STEPS) for values in measured_row(objective, model, rows, number, STEPS))
         found.append([float(step.mean()) for step in (*warm, *greedy)])
         bar.update(1)
@@ -95,12 +98,14 @@ def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     rows, embedding = WrittenRows(given.written, CONTEXT), target_embedding(given.target)
     count = min(given.rows, len(rows))
+    # at equal distances, since the longest texts are in the first rows
+    numbers = ((2 * np.arange(count) + 1) * len(rows) // (2 * count)).tolist()
     heads = {str(folder): load_head(folder) for folder in given.heads}
     mean = mean_of(list(heads.values()))
     if len(heads) > 1:
         heads[f"the mean of these {len(heads)}"] = mean
     with progress("heads", count * len(heads), "rows") as bar:
-        found = {name: alphas(head, embedding, rows, count, bar) for name, head in heads.items()}
+        found = {name: alphas(head, embedding, rows, numbers, bar) for name, head in heads.items()}
     best = max(list(found)[: len(given.heads)], key=lambda name: found[name][:, 0].mean())
     lines = []
     for name, of_rows in found.items():
