@@ -47,6 +47,25 @@ def test_a_documented_line_is_understood(name: str, words: str) -> None:
     program(name).parse(shlex.split(words, comments=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "wrong"),
+    [
+        ("bits_quality_speed", "MODEL --ort asymmetric,gptq", "gptq"),
+        ("bits_quality_speed", "MODEL --only int4,int7", "int7"),
+        ("export_cost", "--formats f16,q4_O", "q4_O"),
+        ("export_cost", "--formats int4", "int4"),
+        ("finishing", "MODEL WRITTEN --shape 2x192 --select 0.4", "--select"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_anything_is_made(
+    name: str, words: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        program(name).parse(words.split())
+    assert left.value.code == 2
+    assert wrong in capsys.readouterr().err.partition("error: ")[2]
+
+
 def test_repeats_of_a_prompt_narrow_no_interval() -> None:
     over_prompts, once = program("against_llamacpp").over_prompts, [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]
     assert over_prompts(5 * once, len(once)) == over_prompts(once, len(once))
