@@ -54,6 +54,7 @@ def test_a_documented_line_is_understood(name: str, words: str) -> None:
         ("bits_quality_speed", "MODEL --only int4,int7", "int7"),
         ("export_cost", "--formats f16,q4_O", "q4_O"),
         ("export_cost", "--formats int4", "int4"),
+        ("pair_table", "BUNDLE --temperatures 0,warm", "0,warm"),
         ("finishing", "MODEL WRITTEN --shape 2x192 --select 0.4", "--select"),
     ],
 )
