@@ -7,7 +7,8 @@ the text; the last texts are held out from all of them. A run trains for as many
 its first steps. Both kinds do about the same number of multiplications in a draft step. The independent drafter starts from the
 target's tables by principal components, and is not pretrained on other text. α is that of the first draft token, on the target's
 own words: the mean of Σ min(p, q) at T = 1, and the share of equal first choices at T = 0. A run that is done is not made again;
-other options want another --out. A run is a process of its own, whose largest memory is in the table.
+other options want another --out. A run is a process of its own, whose largest memory is in the table; copies of its texts, a
+head's with their hidden states, lie in --out until it is done.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ from __future__ import annotations
 import argparse
 import resource
 import sys
+import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import command_line, kept, numbers, same_options, whole_numbers, words
+from common import begun, command_line, kept, numbers, same_options, whole_numbers, words
 from edgespec_recipes.data.mixing import TARGET, Mixture
-from edgespec_recipes.generating.response_shards import write_shard
+from edgespec_recipes.data.token_rows import Row
+from edgespec_recipes.generating.response_shards import about_file, write_shard
 from edgespec_recipes.models.initialise import initial_drafter
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.models.start_head import start_head
@@ -71,42 +77,58 @@ def measured_row(
     return objective.measured([overlap, same_choice], model, unrolled(batch, steps) if steps else batch).cpu()
 
 
-def texts(written: Path) -> Iterator[tuple[dict[str, Any], np.ndarray, np.ndarray]]:
+def texts(shard: Path) -> Iterator[tuple[dict[str, Any], np.ndarray, np.ndarray]]:
+    for row, records, features in read_states(shard):
+        if records is None or features is None:
+            sys.exit(f"{shard} has no hidden states or no distributions; give the data of a head's build")
+        yield row, records, features
+
+
+def copy(written: Path, out: Path, numbers: range, *, states: bool) -> Path:
+    """A folder with the texts of these numbers, shard by shard: only one's are in memory at a time."""
+    out.mkdir()
+    first = 0
     for shard in sorted(written.glob("shard-*.jsonl")):
-        for row, records, features in read_states(shard):
-            if records is None or features is None:
-                sys.exit(f"{shard} has no hidden states or no distributions; give the data of a head's build")
-            yield row, records, features
-
-
-def keep(out: Path, chosen: list[tuple[dict[str, Any], np.ndarray, np.ndarray]], written: Path) -> Path:
-    """A folder of one shard with these texts."""
-    about = read_json(next(iter(sorted(written.glob("shard-*.json")))))
-    wanted = Wanted(
-        about["top_k"]["target"],
-        about["top_k"]["vocab_size"],
-        about["features"]["width"],
-        about["top_k"]["top_k"],
-        True,
-    )
-    rows, records, features = zip(*chosen, strict=True)
-    out.mkdir(parents=True, exist_ok=True)
-    arrays = {RECORDS: np.concatenate(records), FEATURES: np.concatenate(features)}
-    write_shard(out / "shard-00000.jsonl", list(rows), arrays, wanted)
+        found = list(texts(shard))
+        chosen = [text for number, text in enumerate(found, first) if number in numbers]
+        first += len(found)
+        if not chosen:
+            continue
+        about = read_json(about_file(shard))
+        of, width = about[RECORDS], about[FEATURES]["width"] if states else 0
+        rows, records, features = zip(*chosen, strict=True)
+        features = [one[:, :width] for one in features]
+        arrays = {RECORDS: np.concatenate(records), FEATURES: np.concatenate(features)}
+        wanted = Wanted(of["target"], of["vocab_size"], width, of["top_k"], features=True)
+        write_shard(out / shard.name, list(rows), arrays, wanted)
     return out
 
 
-def part_of(written: Path, out: Path, tokens: int, held_out: int) -> tuple[Path, Path, int]:
-    """(the first texts with about `tokens` written tokens, the last `held_out` texts, how many tokens the first ones have)."""
-    total = sum(1 for _ in texts(written))
-    chosen, last, have = [], [], 0
-    for number, text in enumerate(texts(written)):
-        if number >= total - held_out:
-            last.append(text)
-        elif have < tokens:
-            chosen.append(text)
-            have += len(text[1])
-    return keep(out / "learnt", chosen, written), keep(out / "held-out", last, written), have
+@contextmanager
+def part_of(
+    written: Path, out: Path, tokens: int, held_out: int, *, states: bool
+) -> Iterator[tuple[Path, Path, int]]:
+    """(the first texts with about `tokens` written tokens, the last `held_out` texts, how many tokens the first ones have).
+
+    They are copies in a folder of `out`, which goes in the end. Only a head reads their `states`: without, these are empty.
+    """
+    sizes = [len(text[1]) for shard in sorted(written.glob("shard-*.jsonl")) for text in texts(shard)]
+    last = max(0, len(sizes) - held_out)
+    have = [0, *accumulate(sizes[:last])]
+    count = min(last, bisect_left(have, tokens))
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as place:
+        learnt = copy(written, Path(place) / "learnt", range(count), states=states)
+        others = copy(written, Path(place) / "held-out", range(last, len(sizes)), states=states)
+        yield learnt, others, have[count]
+
+
+class TokenRows(WrittenRows):
+    """The rows as an independent drafter reads them. With states beside a row, `inputs_of` would take it for a head's and not
+    tell where its texts begin."""
+
+    def __getitem__(self, index: int) -> Row:
+        return self.packed[index]
 
 
 class Run:
@@ -122,7 +144,8 @@ class Run:
     ) -> None:
         self.kind, self.given, self.seed = kind, given, given.seed
         self.shape = shape or replace(SHAPES[kind], vocabulary=given.vocabulary)
-        self.rows, self.held_out = (WrittenRows(folder, given.context) for folder in (learnt, held_out))
+        rows = WrittenRows if kind == "head" else TokenRows
+        self.rows, self.held_out = (rows(folder, given.context) for folder in (learnt, held_out))
         self.tokenizer = load_tokenizer(given.target)
         self.options = DistillOptions(
             divergence="fkl",
@@ -172,9 +195,9 @@ class Run:
         return warm, greedy
 
 
-def measured(out: Path, kind: str, tokens: int, given: argparse.Namespace) -> dict[str, Any]:
-    """What one run gives."""
-    learnt, held_out, have = part_of(given.written, out, tokens, given.held_out)
+def measured(out: Path, kind: str, part: tuple[Path, Path, int], given: argparse.Namespace) -> dict[str, Any]:
+    """What one run gives; `part`: what `part_of` gave."""
+    learnt, held_out, have = part
     run = Run(kind, learnt, held_out, given)
     rate = PROBE / run.trained(out / "probe", PROBE)[1]["train_seconds"]
     model, counts = run.trained(out / "training", max(PROBE, round(rate * given.seconds)))
@@ -190,11 +213,14 @@ def measured(out: Path, kind: str, tokens: int, given: argparse.Namespace) -> di
 
 def alone(out: Path, kind: str, tokens: int, given: argparse.Namespace) -> dict[str, Any]:
     """What one run gives in a process of its own, so that its peak is no other run's."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        return process.submit(measured, out, kind, tokens, given).result()
+    with (
+        part_of(given.written, out, tokens, given.held_out, states=kind == "head") as part,
+        ProcessPoolExecutor(1, get_context("spawn")) as process,
+    ):
+        return process.submit(measured, out, kind, part, given).result()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
@@ -215,8 +241,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--held-out", type=int, default=64, help="texts that no run reads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/acceptance-curve"))
-    given = parser.parse_args(arguments)
-    same_options(given.out / "options.json", given, "tokens", "kinds", "out")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    same_options(given.out / "options.json", given, begun(given.out, RESULT), "tokens", "kinds", "out")
     given.learning_rate = dict(zip(SHAPES, given.rates, strict=True))
     rows = []
     for tokens in given.tokens:

@@ -9,6 +9,7 @@ against `lossless`, with 95 % bootstrap intervals over prompts.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ def row(length: int, rule: str, counts: list[RawCounts], usual: list[RawCounts])
     return (str(length), rule, efficiency, rate, f"{1e6 * beside / total.blocks:.0f}", *against)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=int, default=32)
@@ -61,23 +62,33 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", default="")
     parser.add_argument("--precision", default="")
     parser.add_argument("--threads", type=int)
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     pair = open_pair(given.bundle, LoadOptions(given.engine, given.precision, threads=given.threads))
     prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
     ways = [(length, rule) for length in given.draft_lengths for rule in RULES]
+
+    def measured(index: int, length: int, rule: str) -> RawCounts:
+        how = DecodingOptions(
+            temperature=given.temperature,
+            seed=index,
+            rule=rule,
+            drafter=MODEL,
+            draft_length=length,
+            max_new_tokens=given.new,
+        )
+        return measure(pair, prompts[index], how, length, Place(index, 0)).counts
+
+    for length, rule in ways:
+        measured(0, length, rule)  # first calls allocate, and are not counted
     counts: dict[tuple[int, str], list[RawCounts]] = defaultdict(list)
     with progress("rules", len(prompts), "prompt") as bar:
-        for index, prompt in enumerate(prompts):
+        for index in range(len(prompts)):
             for length, rule in shuffled(ways, index):
-                how = DecodingOptions(
-                    temperature=given.temperature,
-                    seed=index,
-                    rule=rule,
-                    drafter=MODEL,
-                    draft_length=length,
-                    max_new_tokens=given.new,
-                )
-                counts[length, rule].append(measure(pair, prompt, how, length, Place(index, 0)).counts)
+                counts[length, rule].append(measured(index, length, rule))
             bar.update(1)
     print(
         f"{pair.manifest.target.name} with {pair.manifest.drafter.name}, {pair.engine} {pair.precision}, vocabulary "

@@ -12,7 +12,8 @@
     llama-cpp-python      Llama.generate, as its users call it
     its prompt lookup     Llama.generate with LlamaPromptLookupDecoding(2)
 
-Tokens a second count from the first token on, so that reading the prompt is in none of them. "limit" is the measured-cost limit
+Tokens a second count from the first token on, so that reading the prompt is in none of them. Figures are medians over prompts,
+each with the median of its repeats, in brackets 95 % bootstrap intervals. "limit" is the measured-cost limit
 τ / (γ·c_t + v(γ + 1)), its costs measured apart and eight times among the runs (their mean, since a machine may be slow at one
 moment), and "of limit" what of it was reached. The second table has the acceptance rate of true rejection sampling beside that
 of engines that match samples, same pair, T = 1. PATH: llama-speculative-simple or llama-cli of a llama.cpp of yours; it is run
@@ -57,7 +58,7 @@ MATCHED = 3  # γ of the acceptance table
 MEASURED = 8  # times the limit's costs are measured
 LOOKED_UP = 2  # tokens llama-cpp-python's documentation advises on a CPU
 
-Rates = dict[str, list[float]]  # by rival, one for each prompt
+Rates = dict[str, list[float]]  # by rival, one for each prompt, all prompts again for each repeat
 Run = Callable[[Sequence[int], float], tuple[float, RawCounts | None]]
 """(prompt ids, temperature) -> (tokens a second from the first token on, raw counts where there are some)."""
 
@@ -173,7 +174,7 @@ def binary(program: str, target: Path, drafter: Path, threads: int, new: int, pr
     return "\n".join(lines)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--engine", default=LLAMACPP, choices=(LLAMACPP, "onnxruntime"))
@@ -188,7 +189,7 @@ def parse() -> argparse.Namespace:
         "--binary", action="append", default=[], help="llama.cpp program that takes -m, -md, -p"
     )
     parser.add_argument("--json", type=Path, help="write every run to this file")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def rivals_of(pair: Pair, given: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Run]:
@@ -234,17 +235,21 @@ def in_turns(
     return rates, counts
 
 
+def over_prompts(values: Sequence[float], prompts: int) -> tuple[float, float, float]:
+    """Median and interval over prompts, each with the median of its repeats: a repeat tells nothing of another prompt."""
+    return bootstrap([median(values[prompt::prompts]) for prompt in range(prompts)], median)
+
+
 def row_of(
-    name: str, rates: Rates, counts: RawCounts, costs: Sequence[Costs], length: int | None
+    name: str, rates: Rates, counts: RawCounts, costs: Sequence[Costs], length: int | None, prompts: int
 ) -> tuple[str, ...]:
     """One rival: rate, against llama.cpp's loop, against plain decoding, τ, α, share of the limit, what the loop adds."""
 
     def against(other: str) -> str:
         if other not in rates or name == other:
             return "1" if name == other else ""
-        return interval(
-            *bootstrap([mine / base for mine, base in zip(rates[name], rates[other], strict=True)], median)
-        )
+        ratios = [mine / base for mine, base in zip(rates[name], rates[other], strict=True)]
+        return interval(*over_prompts(ratios, prompts))
 
     models = counts.draft_seconds + counts.verify_seconds
     limit, reached = "", ""
@@ -254,10 +259,10 @@ def row_of(
         draft = sum(each.draft(context) for each in costs)
         bound = predicted_speedup(counts.block_efficiency, length, draft / step, size / step)
         ratios = [mine / base / bound for mine, base in zip(rates[name], rates[PLAIN], strict=True)]
-        limit, reached = f"{bound:.2f}", interval(*bootstrap(ratios, median))
+        limit, reached = f"{bound:.2f}", interval(*over_prompts(ratios, prompts))
     return (
         name,
-        interval(*bootstrap(rates[name], median), digits=1),
+        interval(*over_prompts(rates[name], prompts), digits=1),
         against(LOOP),
         against(PLAIN),
         f"{counts.block_efficiency:.2f}" if counts.drafted else "",
@@ -268,13 +273,14 @@ def row_of(
     )
 
 
-def chosen_against_best(rates: Rates, fixed: Sequence[str]) -> str:
+def chosen_against_best(rates: Rates, fixed: Sequence[str], prompts: int) -> str:
     """In hindsight; picked among several noisy rows, the best one is a little lucky."""
     best = max((PLAIN, *fixed), key=lambda name: median(rates[name]))
     ratios = [mine / other for mine, other in zip(rates[CHOSEN], rates[best], strict=True)]
     seconds = {name: sum(1 / rate for rate in rates[name]) for name in (CHOSEN, best)}
     whole = seconds[best] / seconds[CHOSEN]
-    return f"{CHOSEN} is {interval(*bootstrap(ratios, median))} x {best}, the fastest fixed one ({whole:.2f} over all replies)"
+    found = interval(*over_prompts(ratios, prompts))
+    return f"{CHOSEN} is {found} x {best}, the fastest fixed one ({whole:.2f} over all replies)"
 
 
 def acceptance_table(pair: Pair, prompts: Sequence[Sequence[int]], new: int) -> str:
@@ -292,8 +298,8 @@ def acceptance_table(pair: Pair, prompts: Sequence[Sequence[int]], new: int) -> 
     return table((f"T = 1, γ = {MATCHED}", "α [95 %]", "τ [95 %]"), rows)
 
 
-def main() -> int:
-    given = parse()
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     options = LoadOptions(engine=given.engine, precision=given.precision, threads=given.threads)
     pair = open_pair(given.bundle, options)
     lengths = {f"edgespec γ = {n}": n for n in given.draft_lengths}
@@ -313,10 +319,10 @@ def main() -> int:
                 costs.append(calibrate(pair.target, pair.draft, measuring))
 
         rates, counts = in_turns(rivals, turns, temperature, f"T = {temperature:g}", measure_costs)
-        rows = [row_of(name, rates, counts[name], costs, lengths.get(name)) for name in rivals]
+        rows = [row_of(name, rates, counts[name], costs, lengths.get(name), len(prompts)) for name in rivals]
         headers = ("tok/s [95 %]", "x llama.cpp", "x plain", "τ", "α", "limit", "of limit", "loop adds")
         print(table((f"T = {temperature:g}", *headers), rows))
-        print(chosen_against_best(rates, list(lengths)), end="\n\n")
+        print(chosen_against_best(rates, list(lengths), len(prompts)), end="\n\n")
         report[f"{temperature:g}"] = {
             name: {"rates": rates[name], "counts": vars(counts[name])} for name in rivals
         }

@@ -11,8 +11,10 @@ intervals over rows of 512 tokens of the difference to the best head, row by row
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +61,14 @@ def mean_of(heads: list[FeatureHead]) -> FeatureHead:
     return mean
 
 
-def alphas(head: FeatureHead, embedding: Tensor, rows: WrittenRows, count: int, bar: Any) -> np.ndarray:
-    """α [rows, len(KINDS)] of one head."""
+def alphas(
+    head: FeatureHead, embedding: Tensor, rows: WrittenRows, numbers: Sequence[int], bar: Any
+) -> np.ndarray:
+    """α [numbers, len(KINDS)] of one head on the rows of these numbers."""
     options = DistillOptions(divergence="fkl", text_fraction=0.0, target_side="stored", unrolled_steps=STEPS)
     objective = HeadObjective(STEPS, None, options, stops=(), seed=0, store=rows)
     model, found = UnrolledHead(head, embedding).eval(), []
-    for number in range(count):
+    for number in numbers:
         warm, greedy = (values.chunk(STEPS) for values in measured_row(objective, model, rows, number, STEPS))
         found.append([float(step.mean()) for step in (*warm, *greedy)])
         bar.update(1)
@@ -80,22 +84,28 @@ def keep(mean: FeatureHead, like: Path, embedding: Tensor, out: Path) -> None:
         keep_in_bytes(Path(place) / "model", out)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
     parser.add_argument("heads", type=Path, nargs="+", metavar="HEAD")
     parser.add_argument("--rows", type=int, default=96, help="rows of 512 tokens to measure on")
     parser.add_argument("--out", type=Path, help="folder for the mean of all heads")
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     rows, embedding = WrittenRows(given.written, CONTEXT), target_embedding(given.target)
     count = min(given.rows, len(rows))
+    # at equal distances, since the longest texts are in the first rows
+    numbers = ((2 * np.arange(count) + 1) * len(rows) // (2 * count)).tolist()
     heads = {str(folder): load_head(folder) for folder in given.heads}
     mean = mean_of(list(heads.values()))
     if len(heads) > 1:
         heads[f"the mean of these {len(heads)}"] = mean
     with progress("heads", count * len(heads), "rows") as bar:
-        found = {name: alphas(head, embedding, rows, count, bar) for name, head in heads.items()}
+        found = {name: alphas(head, embedding, rows, numbers, bar) for name, head in heads.items()}
     best = max(list(found)[: len(given.heads)], key=lambda name: found[name][:, 0].mean())
     lines = []
     for name, of_rows in found.items():

@@ -6,7 +6,7 @@ A file that lies in the folder already is not made again. What a model cannot ha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,26 @@ def names_of(
     return onnx, [*gguf, *(f"q_mixed {budget:g}" for budget in gguf_bits)]
 
 
-class Files:
-    """The files of one model in the folder `out`; `calibration` is what mixed bits and GPTQ are fitted to."""
+def is_fitted(name: str) -> bool:
+    """Whether a file of this name is fitted to texts."""
+    return "mixed" in name or name == "GPTQ"
 
-    def __init__(self, model: Path, out: Path, calibration: Sequence[Text]) -> None:
-        self.model, self.out, self.calibration = model, out, calibration
+
+def made_in(out: Path) -> list[Path]:
+    """What lies in the folder of a model's files."""
+    return [*out.glob("our-*"), *out.glob("their-*")]
+
+
+class Files:
+    """The files of one model in the folder `out`; `calibration` is what mixed bits and GPTQ are fitted to.
+
+    `only`: the names of those that are wanted; without names, all of them.
+    """
+
+    def __init__(
+        self, model: Path, out: Path, calibration: Sequence[Text], only: Collection[str] = ()
+    ) -> None:
+        self.model, self.out, self.calibration, self.only = model, out, calibration, only
         self.found: list[ExportedFile] = []
         self._fitted: dict[str, Any] = {}  # the float model and its sensitivities: once for all budgets
 
@@ -68,28 +83,33 @@ class Files:
         for budget in gguf_bits:
             self._make(LLAMACPP, f"q_mixed {budget:g}", partial(self._mixed, budget, "gguf"))
         own = own_file(self.model)
-        if own is not None:
+        if own is not None and not self.only:
             name = f"{own.precision}, the user's"
             self.found.append(ExportedFile("target", LLAMACPP, name, own.path, own.precision))
         for kind in ort:
             write = partial(write_quantized, self.model, kind=kind, texts=self.calibration)
             self._make(ONNXRUNTIME, kind, write, theirs=True)
-        floats = self.out / f"our-{LLAMACPP}-f16.gguf"
         for name, kind in THEIR_TYPES.items():
-            precision = quantize.Precision(quantize.Kind.F16, kind)
-            self._make(LLAMACPP, name, partial(_quantized, floats, precision), theirs=True)
+            self._make(LLAMACPP, name, partial(self._quantized, kind), theirs=True)
         return self.found
 
     def _make(self, engine: str, name: str, write: Callable[[Path], Any], *, theirs: bool = False) -> None:
-        end = ".gguf" if engine == LLAMACPP else ""
-        path = self.out / f"{'their' if theirs else 'our'}-{engine}-{name.replace(' ', '-')}{end}"
+        if self.only and name not in self.only:
+            return
         try:
-            if not path.exists():
-                print(f"write {path.name}", file=sys.stderr, flush=True)
-                write(path)
+            path = self._written(engine, name, write, theirs=theirs)
             self.found.append(ExportedFile("target", engine, name, path, THEIRS[engine] if theirs else ""))
         except EdgespecError as error:
             print(f"{engine} {name} is left out: {error}", file=sys.stderr)
+
+    def _written(self, engine: str, name: str, write: Callable[[Path], Any], *, theirs: bool = False) -> Path:
+        """Where the file lies, which is written unless it does."""
+        end = ".gguf" if engine == LLAMACPP else ""
+        path = self.out / f"{'their' if theirs else 'our'}-{engine}-{name.replace(' ', '-')}{end}"
+        if not path.exists():
+            print(f"write {path.name}", file=sys.stderr, flush=True)
+            write(path)
+        return path
 
     def _mixed(self, budget: float, form: str, path: Path) -> None:
         mixed = Mixed(self.model, "target", lambda: self.calibration, ExportOptions(bits=budget))
@@ -97,8 +117,8 @@ class Files:
         getattr(mixed, form)(path)
         self._fitted = {name: mixed.__dict__[name] for name in ("probe", "sensitivities")}
 
-
-def _quantized(floats: Path, precision: quantize.Precision, path: Path) -> None:
-    """llama.cpp's file, whole or not at all: a later run takes what lies there."""
-    with whole_file(path) as temporary:
-        quantize.quantize_file(floats, temporary, precision)
+    def _quantized(self, kind: LlamaFileType, path: Path) -> None:
+        """llama.cpp's file, whole or not at all: a later run takes what lies there."""
+        floats = self._written(LLAMACPP, "f16", partial(export_gguf, self.model, precision="f16"))
+        with whole_file(path) as temporary:
+            quantize.quantize_file(floats, temporary, quantize.Precision(quantize.Kind.F16, kind))

@@ -5,8 +5,8 @@
                                             [--plot FILE.png]
 
 The model is a name of `edgespec targets list` that is a GGUF file, such a file, or a model folder. bits_files.py says which files
-are made; `--files` keeps them for the next run. The model answers the questions of `edgespec bench` itself: `--replies` of the
-answers judge every file, the others are what mixed bits and GPTQ are fitted to.
+are made; `--files` keeps them for the next run of the same model. The model answers the questions of `edgespec bench` itself:
+`--replies` of the answers judge every file, the others are what mixed bits and GPTQ are fitted to.
 
     bits       8 x bytes of the file / parameters: embeddings, output layer and tables counted
     top-1 ...  against the model in torch (float32), on its own replies; intervals over replies
@@ -22,6 +22,7 @@ round, so a slow moment of the machine hits all; plain llama.cpp runs in llama.c
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import tempfile
@@ -33,8 +34,8 @@ from time import perf_counter
 from typing import Any
 
 from against_llamacpp import native_loop
-from bits_files import THEIRS, Files, names_of
-from common import command_line, numbers, words
+from bits_files import THEIRS, Files, is_fitted, made_in, names_of
+from common import command_line, numbers, same_options, words
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.in_torch import adopt_from_torch, written_in_torch
 from edgespec_export.answers.quality import Answers
@@ -272,7 +273,7 @@ def plot(file: Path, lines: Sequence[Line], parameters: int, title: str) -> None
     save(figure, file)
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("model")
     parser.add_argument("--replies", type=int, default=32)
@@ -286,14 +287,16 @@ def main() -> int:
         "--only",
         type=words,
         default="",
-        help="precisions that are measured (default: all); with int4 or q4_k_m, that the engine's rates are beside",
+        help="files that are written and measured (default: all); with int4 or q4_k_m, that the engine's rates are beside",
     )
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--files", type=Path, help="folder for the exports; what is there is not made again")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     parser.add_argument("--plot", type=Path, help="write the plot to this PNG")
     parser.add_argument("--markdown", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
+    if unknown := set(given.ort).difference(KINDS):
+        parser.error(f"--ort names {', '.join(sorted(unknown))}; the quantizers are {', '.join(KINDS)}")
     onnx, gguf = names_of(given.bits, given.gguf_bits, given.ort)
     if unknown := set(given.only).difference(onnx, gguf):
         parser.error(f"--only names {', '.join(sorted(unknown))}; the files are {', '.join([*onnx, *gguf])}")
@@ -302,17 +305,25 @@ def main() -> int:
             parser.error(
                 f"--only names {', '.join(sorted(others))}; rates are beside {usual}: add it, or --rounds 0"
             )
+    return given
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     found = gguf_target(given.model)
     model = Path(given.model) if found is None else found.folder
     shape = ModelShape.from_config(read_json(model / "config.json"))
+    if given.files:
+        of = argparse.Namespace(model=given.model, replies=given.replies)
+        same_options(given.files / "options.json", of, made_in(given.files))
+    onnx, gguf = names_of(given.bits, given.gguf_bits, given.ort)
+    fitted = any(map(is_fitted, given.only or [*onnx, *gguf]))
     with tempfile.TemporaryDirectory() as scratch:
         out = given.files or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        held, calibration = replies_of(model, shape, given.replies)
-        files = Files(model, out, calibration)
-        made = files.all(given.bits, given.gguf_bits, given.ort)
-        wanted = [file for file in made if not given.only or file.precision in given.only]
-        lines = lines_of(wanted, given.threads)
+        held, calibration = replies_of(model, shape, given.replies, others=fitted)
+        files = Files(model, out, calibration, given.only)
+        lines = lines_of(files.all(given.bits, given.gguf_bits, given.ort), given.threads)
         measure_answers(lines, held)
         if given.rounds:
             text = [token for reply in held.replies for token in reply.tokens]

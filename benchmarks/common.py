@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from edgespec_runtime.text.tokenizer import Message
 
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
+from edgespec.stages.stage import CHECKPOINTS
 
 
 def command_line(doc: str | None) -> argparse.ArgumentParser:
@@ -38,20 +40,29 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def kept(file: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """What was measured into `file`; measured now, unless it was before."""
+    """What was measured into `file`; measured now, unless it was before. The checkpoints in its folder go then."""
     if not file.is_file():
         write_json(file, measure())
+    for folder in [*file.parent.glob(f"**/{CHECKPOINTS}")]:
+        shutil.rmtree(folder)
     return dict(read_json(file))
 
 
-def same_options(file: Path, given: argparse.Namespace, *free: str) -> None:
+def begun(out: Path, result: str) -> Iterator[Path]:
+    """What runs in folders of `out` have left: results of that name, and checkpoints that an unfinished run goes on from."""
+    yield from out.glob(f"*/{result}")
+    yield from out.glob(f"*/**/{CHECKPOINTS}/*")
+
+
+def same_options(file: Path, given: argparse.Namespace, made: Iterable[Path], *free: str) -> None:
     """Keep in `file` what the results beside it are made with; end the program where an earlier run was asked for another thing.
 
+    `made`: those results. Where there are none, the earlier run made nothing, and what it was asked for counts no more.
     `free`: options that no kept result depends on. An option that the file does not name counts as the same.
     """
     named = {name: value for name, value in vars(given).items() if name not in free}
     asked = json.loads(json.dumps(named, default=str))
-    if not file.is_file():
+    if not file.is_file() or not any(made):
         write_json(file, asked)
     before = read_json(file)
     changed = [
@@ -61,7 +72,7 @@ def same_options(file: Path, given: argparse.Namespace, *free: str) -> None:
     ]
     if changed:
         raise SystemExit(
-            f"{file}: the results beside it were made with other options ({'; '.join(changed)}): give another --out or --json"
+            f"{file}: what lies beside it was made with other options ({'; '.join(changed)}): name another folder or file"
         )
 
 

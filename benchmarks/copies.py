@@ -9,6 +9,7 @@ target accepts, and the acceptance rate of all drafts without and with copies.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -66,7 +67,7 @@ def row(kind: str, alone: Tally, hybrid: Tally) -> tuple[str, ...]:
     return (kind, *copies, alone.rate(FROM_MODEL), hybrid.rate(FROM_MODEL, SHORT_COPY, LONG_COPY))
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("pair", type=Path, help="a bundle's folder")
     parser.add_argument("--questions", type=int, default=21)
@@ -75,7 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", default="")
     parser.add_argument("--precision", default="")
     parser.add_argument("--threads", type=int)
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     pair = open_pair(given.pair, LoadOptions(given.engine, given.precision, threads=given.threads))
     found: dict[str, dict[str, Tally]] = defaultdict(lambda: {MODEL: Tally(), HYBRID: Tally()})
     questions = round_robin(read_suite("built-in"))[: given.questions]

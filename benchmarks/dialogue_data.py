@@ -8,6 +8,7 @@ Rows hold `messages` of user and assistant in turn. Every third training dialogu
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import random
@@ -33,21 +34,20 @@ def prompts(chats: list[list[dict[str, str]]], count: int, seed: int) -> list[di
     ]
 
 
-def given_paths(doc: str | None, *names: str) -> list[Path]:
-    """The arguments of a command that takes so many paths; `doc` describes it."""
-    parser = command_line(doc)
-    for name in names:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__)
+    for name in ("train", "held_out", "out"):
         parser.add_argument(name, type=Path)
-    return list(vars(parser.parse_args()).values())
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    train, held_out, out = given_paths(__doc__, "TRAIN.jsonl.gz", "HELD_OUT.jsonl.gz", "OUT")
-    chats = dialogues(train)
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
+    out, chats = given.out, dialogues(given.train)
     texts = ["\n".join(message["content"] for message in chat) for chat in chats[::3]]
     write_jsonl(out / "text.jsonl", [{"text": text} for text in texts])
     write_jsonl(out / "seed.jsonl", prompts([c for i, c in enumerate(chats) if i % 3], 2000, seed=0))
-    write_jsonl(out / "heldout.jsonl", prompts(dialogues(held_out), 200, seed=1))
+    write_jsonl(out / "heldout.jsonl", prompts(dialogues(given.held_out), 200, seed=1))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ V = 4,096. FOLDER after --responses is a build's generate stage. Bars: 1.3x in t
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
 import time
@@ -149,7 +150,7 @@ def timed(sides: Sequence[Side], batches: list[Batch], rounds: int) -> None:
         del side.seconds[0]  # allocations, threads
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=10)
@@ -161,7 +162,11 @@ def main() -> int:
     )
     parser.add_argument("--float32", action="store_true", help="no autocast, where bf16 would pay")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     like: dict[str, Any] = {"tie_word_embeddings": True, "initializer_range": 0.06}
     target, drafter = (load_model(folder) if folder else None for folder in (given.target, given.drafter))
     target = target or random_llama(0, VOCABULARY, 512, 1024, 5, 8, num_key_value_heads=4, **like)

@@ -21,7 +21,7 @@ from time import perf_counter
 
 import numpy as np
 from acceptance_curve import RESULT, SHAPES, Run, part_of
-from common import command_line, kept, same_options, words
+from common import begun, command_line, kept, same_options, words
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
 from edgespec_recipes.models.loading import save_model
 from edgespec_runtime.engines.cached_engine import CachedEngine
@@ -37,10 +37,10 @@ CONTEXT, ROUNDS = 256, 200
 
 def trained(out: Path, options: DrafterOptions, given: argparse.Namespace) -> dict[str, float]:
     """α at T = 1 and T = 0 of one shape; its int8 files lie in out/onnx."""
-    learnt, held_out, text = part_of(given.written, out, sys.maxsize, given.held_out)
-    run = Run("model", learnt, held_out, given, options)
-    model, counts = run.trained(out / "training", given.steps)
-    warm, greedy = run.acceptance(model)
+    with part_of(given.written, out, sys.maxsize, given.held_out, states=False) as (learnt, held_out, text):
+        run = Run("model", learnt, held_out, given, options)
+        model, counts = run.trained(out / "training", given.steps)
+        warm, greedy = run.acceptance(model)
     save_model(model.cpu(), given.target, out / "model")
     export_onnx(out / "model", out / "onnx", "int8")
     return {"text": text, "tokens": counts["tokens"], "alpha": warm, "greedy": greedy}
@@ -67,7 +67,7 @@ def step_times(folders: list[Path], files: Path) -> np.ndarray:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
@@ -83,8 +83,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--held-out", type=int, default=64, help="texts that no run reads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/drafter-shapes"))
-    given = parser.parse_args(arguments)
-    same_options(given.out / "options.json", given, "shapes", "files", "out")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    same_options(given.out / "options.json", given, begun(given.out, RESULT), "shapes", "files", "out")
     given.learning_rate = {"model": given.rate}
     names = given.shapes
     base, found = replace(SHAPES["model"], vocabulary=given.vocabulary), []

@@ -14,6 +14,7 @@ or more, memory grew.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import sys
@@ -30,6 +31,7 @@ from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import decode, rules_for
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, SHIFT, STOP, DecodingOptions, plain
 from edgespec_runtime.engines.cached_engine import CachedEngine
+from edgespec_runtime.engines.exactness import EXACT
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.acceptance import Rule
 from edgespec_runtime.rules.table import rule_of
@@ -267,20 +269,28 @@ def usual_ways(bundle: Path) -> list[str]:
     return found
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument(
-        "--ways", type=words, default="", help="engine:precision,... (default: an exact one of each engine)"
+        "--ways",
+        type=words,
+        default="",
+        help="engine:precision,... (default: one of each engine, in exact mode)",
     )
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", type=Path, help="write what was seen to this file")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     ways, memory = [], Memory()
     for name in given.ways or usual_ways(given.bundle):
         engine, _, precision = name.partition(":")
-        load = LoadOptions(engine=engine, precision=precision, threads=given.threads, context=CONTEXT)
+        mode = "" if given.ways else EXACT
+        load = LoadOptions(engine, precision, CONTEXT, given.threads, mode=mode)
         pair = open_pair(given.bundle, load)
         ways.append(Way(name, pair, Schedules(pair, lambda text: print(text, file=sys.stderr))))
     fine = False

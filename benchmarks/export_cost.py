@@ -13,22 +13,26 @@ run goes on where it was; the models are removed once measured unless --keep is 
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import command_line, in_own_process, words
+from common import command_line, in_own_process, same_options, words
 from edgespec_export.synthetic.checkpoint import write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json, write_text
 from edgespec.core.table import table
+from edgespec.recipe.precisions import PRECISIONS
 from edgespec.recipe.targets import shape_of_target
 
 GIB = 2**30
 ONNX = "onnx-"
+FORMATS = (*PRECISIONS["gguf"], *(f"{ONNX}{name}" for name in PRECISIONS["onnx"]))
 BYTES = 2  # of a bf16 weight
 EXPORT = """
 import sys, time
@@ -43,7 +47,7 @@ if "mixed" in precision:
     texts = [Text([random.randrange(200) for _ in range(LONGEST)], 64) for _ in range(64)]
     mixed = Mixed(model, "target", lambda: texts, ExportOptions(bits=5.5))
     export = lambda model, out, precision: (mixed.onnx if onnx else mixed.gguf)(out)
-elif precision == "int4":
+elif onnx and precision == "int4":
     from edgespec_export.onnx.by_layers import export_int4
     export = lambda model, out, precision: export_int4(model, out)
 elif onnx:
@@ -108,42 +112,53 @@ def report(results: dict[str, Any]) -> str:
     return table(("format", "time", "peak memory", "x largest shard", "written", ""), rows, markdown=True)
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", nargs="?", default="tinyllama-1.1b-chat")
     parser.add_argument("--formats", type=words, default="q4_0,f16,onnx-int4")
     parser.add_argument("--shard-gib", type=float, default=1.0)
     parser.add_argument("--folder", type=Path, default=Path("build/export-cost"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoint and the exported files")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
+    if unknown := set(given.formats).difference(FORMATS):
+        parser.error(f"--formats names {', '.join(sorted(unknown))}; the formats are {', '.join(FORMATS)}")
+    return given
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
     shape = shape_of_target(given.target)
     base = given.folder / given.target
     model, results_file = base / "model", base / "results.json"
     base.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = read_json(results_file) if results_file.exists() else {"formats": {}}
+    made = [results_file] if results_file.exists() else []
+    same_options(base / "options.json", given, made, "target", "formats", "folder", "keep")
+    results: dict[str, Any] = read_json(results_file) if made else {"formats": {}}
     missing = [kind for kind in given.formats if kind not in results["formats"]]
     needed, free = 3.0 * BYTES * shape.parameters, shutil.disk_usage(base).free
     if missing and needed > free:  # the checkpoint, and at most an F16 file and scratch of its size beside it
         raise InputError(
             f"{base} has {free / GIB:.1f} GiB free and the run takes up to {needed / GIB:.1f} GiB; give --folder"
         )
-    if missing:
-        start = time.monotonic()
-        write_checkpoint(shape, model, shard_bytes=int(given.shard_gib * GIB))
-        write_tokenizer(model)
-        sizes = [file.stat().st_size for file in model.glob("*.safetensors")]
-        results |= {"largest_shard": max(sizes), "shards": len(sizes), "checkpoint": sum(sizes)}
-        print(
-            f"checkpoint: {sum(sizes) / GIB:.2f} GiB in {len(sizes)} shards, {time.monotonic() - start:.0f} s"
-        )
-    for kind in missing:
-        out = base / (kind if kind.startswith(ONNX) else f"{kind}.gguf")
-        results["formats"][kind] = measure(model, out, kind)
-        write_json(results_file, results)
+    with ExitStack() as leftovers:  # they go whatever ends the run
         if not given.keep:
-            shutil.rmtree(out) if out.is_dir() else out.unlink()
-    if not given.keep:
-        shutil.rmtree(model, ignore_errors=True)
+            leftovers.callback(shutil.rmtree, model, ignore_errors=True)
+        if missing:
+            start = time.monotonic()
+            write_checkpoint(shape, model, shard_bytes=int(given.shard_gib * GIB))
+            write_tokenizer(model)
+            sizes = [file.stat().st_size for file in model.glob("*.safetensors")]
+            results |= {"largest_shard": max(sizes), "shards": len(sizes), "checkpoint": sum(sizes)}
+            seconds = time.monotonic() - start
+            print(f"checkpoint: {sum(sizes) / GIB:.2f} GiB in {len(sizes)} shards, {seconds:.0f} s")
+        for kind in missing:
+            out = base / (kind if kind.startswith(ONNX) else f"{kind}.gguf")
+            try:
+                results["formats"][kind] = measure(model, out, kind)
+                write_json(results_file, results)
+            finally:
+                if not given.keep:
+                    shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
     print(report(results))
 
 

@@ -15,7 +15,6 @@ other options want another `--out`.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -23,13 +22,12 @@ from pathlib import Path
 
 import numpy as np
 from acceptance_curve import Run, part_of
-from common import command_line, kept, same_options, words
+from common import begun, command_line, kept, same_options, words
 from edgespec_recipes.training.distill_head import distill_head
 
 from edgespec.core.files import read_jsonl
 from edgespec.core.table import table
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
-from edgespec.stages.stage import CHECKPOINTS
 
 ALONE = "fkl alone"
 RESULT = "finishing.json"
@@ -40,12 +38,12 @@ def independent(out: Path, given: argparse.Namespace, arm: str, seed: int) -> di
     """α of an independent drafter's first token at T = 1 and at T = 0, after one training."""
     how = argparse.Namespace(**vars(given), seed=seed, context=512, held_out=HELD_OUT)
     how.learning_rate = {"model": given.learning_rate}
-    learnt, held_out, _ = part_of(given.written, out, sys.maxsize, HELD_OUT)
     layers, hidden = map(int, given.shape.split("x"))
     shape = DrafterOptions(init="components", vocabulary=given.vocabulary, layers=layers, hidden=hidden)
-    run = Run("model", learnt, held_out, how, shape)
-    run.options = replace(run.options, finish="" if arm == ALONE else arm)
-    first, second = run.acceptance(run.trained(out / "training", given.steps)[0])
+    with part_of(given.written, out, sys.maxsize, HELD_OUT, states=False) as (learnt, held_out, _):
+        run = Run("model", learnt, held_out, how, shape)
+        run.options = replace(run.options, finish="" if arm == ALONE else arm)
+        first, second = run.acceptance(run.trained(out / "training", given.steps)[0])
     return {"alpha": first, "alpha_2": second}
 
 
@@ -71,7 +69,6 @@ def of_a_head(out: Path, given: argparse.Namespace, arm: str, seed: int) -> dict
     drafter = DrafterOptions(kind="head", vocabulary=given.vocabulary)
     reference = folder(given, ALONE, seed) / "model" if selects else None
     distill_head(out, given.target, given.written, drafter, options, seed, reference)
-    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
     last = [row for row in read_jsonl(out / "log.jsonl") if "alpha" in row][-1]
     return {"alpha": last["alpha"], "alpha_2": last["alpha_2"]}
 
@@ -88,7 +85,7 @@ def alphas(given: argparse.Namespace, arm: str, seed: int) -> tuple[float, float
     return found["alpha"], found["alpha_2"]
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
@@ -107,7 +104,14 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.shape and given.select:
         parser.error("--select is of a head; leave --shape or --select out")
-    same_options(given.out / "options.json", given, "finish", "select", "seeds", "out")
+    return given
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    same_options(
+        given.out / "options.json", given, begun(given.out, RESULT), "finish", "select", "seeds", "out"
+    )
     both = ("α at T = 1", "at T = 0") if given.shape else ("α of the first token", "of the second")
     arms = (ALONE, *given.finish, *given.select)  # the first makes the references of the others
     found = {(arm, seed): alphas(given, arm, seed) for seed in range(given.seeds) for arm in arms}

@@ -133,7 +133,7 @@ def passes(arguments: argparse.Namespace) -> None:
     print(table(("weights", "texts", "ms of processor", "tokens per second of it"), lines))
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("file")
     parser.add_argument("model", type=Path)
@@ -144,21 +144,25 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--passes", action="store_true")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.way:
-        prompts = max(1, arguments.prompts // 8) if arguments.way == ONE else arguments.prompts
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
+    if given.way:
+        prompts = max(1, given.prompts // 8) if given.way == ONE else given.prompts
         options = GenerateOptions(
             prompts=prompts,
-            max_new_tokens=arguments.new,
-            shard_size=arguments.prompts,
-            batch_size=arguments.batch,
+            max_new_tokens=given.new,
+            shard_size=given.prompts,
+            batch_size=given.batch,
         )
-        found = measured(arguments.way, arguments.file, arguments.model, options, arguments.threads)
+        found = measured(given.way, given.file, given.model, options, given.threads)
         print(json.dumps(found))
-    elif arguments.passes:
-        passes(arguments)
+    elif given.passes:
+        passes(given)
     else:
-        compare(arguments)
+        compare(given)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ rows, how often a row is not bit for bit what it is beside one row of zeros, whi
 
 from __future__ import annotations
 
+import argparse
 import sys
 from time import perf_counter
 
@@ -78,13 +79,17 @@ def differing(session: ort.InferenceSession, rows: np.ndarray) -> int:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--shape", default="30x576x1536x49152")
     parser.add_argument("--blocks", type=whole_numbers, default="32,64,128")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--rounds", type=int, default=40)
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     shape, rng = tuple(int(size) for size in given.shape.split("x")), np.random.default_rng(0)
     options = ort.SessionOptions()
     options.intra_op_num_threads = given.threads

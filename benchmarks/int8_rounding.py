@@ -9,6 +9,7 @@ Brackets are 95 % bootstrap intervals over replies. int8_blocks.py has the speed
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import tempfile
@@ -49,11 +50,15 @@ def kept(folder: Path, graph: str, held: HeldOut) -> list[str]:
     return ["{:.1%} [{:.1%}, {:.1%}]".format(*answers.top1), interval(*answers.kl, digits=4)]
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("model")
     parser.add_argument("--replies", type=int, default=32)
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     found = gguf_target(given.model)
     model = Path(given.model) if found is None else found.folder
     shape = ModelShape.from_config(read_json(model / "config.json"))

@@ -97,7 +97,7 @@ def in_a_process(*arguments: object) -> dict[str, Any]:
     return dict(in_own_process(__file__, "--one", json.dumps(arguments), MALLOC_MMAP_THRESHOLD_=str(MIB)))
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32000)
@@ -108,7 +108,11 @@ def main() -> int:
     parser.add_argument("--bf16", action="store_true", help="under bf16 autocast")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     if given.one:
         print(json.dumps(measure(*json.loads(given.one))))
         return 0

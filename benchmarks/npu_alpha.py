@@ -44,7 +44,7 @@ PRECISIONS = (FLOAT_PRECISION, *BITS)
 Array = np.ndarray[Any, Any]
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("build", type=Path)
     parser.add_argument("target", type=Path)
@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=512, help="tokens of the KV cache")
     parser.add_argument("--backend", default=ONNXRUNTIME)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def export(model: Path, out: Path, rows: Sequence[Sequence[int]], length: int) -> dict[str, Path]:
@@ -119,8 +119,8 @@ def mean_of(values: Sequence[Array]) -> tuple[float, float, float]:
     return bootstrap(list(values), pooled)
 
 
-def main() -> int:
-    given = parse()
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     tokenizer = ChatTokenizer(given.target)
     chats = read_chats(given.build / "bundle" / "prompts.jsonl")
     prompts = [ids for ids in map(tokenizer.encode_chat, chats) if len(ids) + given.new < given.length][

@@ -14,6 +14,7 @@ are the largest of a logit over two rows; "block" feeds four tokens at once agai
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -113,14 +114,18 @@ def fed(engine: Engine, row: list[int]) -> Array:
     return CachedEngine(engine).read_rows(row, 1)
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--past", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=60)
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     rows = written_rows(given.text)
     long = sorted((row for row in rows if len(row) >= 64), key=len)[-2:]
     text = (long[0] * (given.past // len(long[0]) + 1))[: given.past]

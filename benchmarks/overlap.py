@@ -16,6 +16,7 @@ The ways take turns; ratios are paired by round, in brackets 95 % bootstrap inte
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +59,7 @@ def seconds(block: Callable[[], None]) -> float:
     return (perf_counter() - start) / AGAIN
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("folder")
     parser.add_argument("--engine", default=LLAMACPP, choices=(LLAMACPP, ONNXRUNTIME))
@@ -67,7 +68,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--json", type=Path, help="write every round's seconds to this file")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     pair = build(given.folder, given.engine, given.precision)
 
     def load(role: str, threads: int) -> Engine:

@@ -27,18 +27,20 @@ from functools import partial
 from pathlib import Path
 
 from against_llamacpp import Rates, Run, Timer, in_turns, native_loop, ours, python_binding
-from common import chat_of, command_line, same_options, whole_numbers, words
+from common import chat_of, command_line, numbers, same_options, whole_numbers, words
 from edgespec_runtime.bench.suite import read_suite, round_robin
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
+from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.manifest import read_manifest
 from edgespec.core.metrics import RawCounts, bootstrap, median
 from edgespec.core.output import note
 from edgespec.core.table import interval, table
-from edgespec.recipe.devices import LLAMACPP
+from edgespec.model_folder.config import read_config
+from edgespec.recipe.devices import LLAMACPP, OPENVINO, STATIC
 
 PLAIN, CHOSEN, LOOP, LOOKUP = "plain", "γ chosen", "llama.cpp", "llama.cpp prompt lookup"
 TORCH, TORCH_LOOKUP = "transformers", "transformers prompt lookup"
@@ -153,13 +155,36 @@ def kept(file: Path | None, key: str, measure: Callable[[], Measured]) -> Measur
     return Measured(**found[key])
 
 
-def main(arguments: list[str] | None = None) -> int:
+def temperatures(text: str) -> list[str]:
+    """Words, which name what is kept. Raises ValueError for one that is no temperature."""
+    if not all(value >= 0 for value in numbers(text)):
+        raise ValueError(text)
+    return words(text)
+
+
+def checked_files(given: argparse.Namespace) -> list[str]:
+    """ENGINE:PRECISION of the files to measure. Raises InputError where something that was named is not there."""
+    target = read_manifest(given.bundle).target
+    offered = [f"{engine}:{precision}" for engine, each in target.files.items() for precision in each]
+    # OpenVINO runs the static files
+    unknown = [file for file in given.files if file.replace(OPENVINO, STATIC) not in offered]
+    if unknown:
+        raise InputError(f"{given.bundle} has no {', '.join(unknown)}; its files are {', '.join(offered)}")
+    for file in given.beside:
+        if not file.is_file():
+            raise InputError(f"--beside names {file}, which is no file; give a GGUF file")
+    if given.transformers:
+        read_config(given.transformers)
+    return given.files or offered
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument(
         "--files", type=words, default="", help="ENGINE:PRECISION,... (default: all of the bundle)"
     )
-    parser.add_argument("--temperatures", type=words, default="0,0.7,1")
+    parser.add_argument("--temperatures", type=temperatures, default="0,0.7,1")
     parser.add_argument("--each", type=int, default=20, help="questions of each kind")
     parser.add_argument("--new", type=int, default=128, help="tokens of a reply")
     parser.add_argument("--draft-lengths", type=whole_numbers, default="1,2")
@@ -171,58 +196,77 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--transformers", type=Path, help="the target's folder with float weights")
     parser.add_argument("--json", type=Path, help="what was measured; a run that was cut off goes on from it")
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def show(
+    given: argparse.Namespace,
+    questions: int,
+    names: tuple[list[str], list[str]],
+    rows: tuple[list[tuple[str, ...]], ...],
+) -> None:
+    """The tables. `names`: of fixed drafts, of kinds of questions."""
+    fixed, kinds = names
+    gained, by_kind, others, besides = rows
+    shown = partial(table, markdown=True, left=2)
+    print(f"{questions} questions, {given.new} tokens, {given.threads} threads\n")
+    print(shown(("file", "T", "plain tok/s", *fixed, CHOSEN, "τ", "α"), gained), end="\n\n")
+    print(shown((f"{CHOSEN}, x plain", "T", *kinds), by_kind), end="\n\n")
+    heads = ("tokens a second", "T", "plain", CHOSEN, "llama.cpp's loop", "prompt lookup")
+    print(shown(heads, others), end="\n\n")
+    if given.beside:
+        files = [f"x {beside(each)}" for each in given.beside]
+        print(table(("file", "T", "ours", *files), besides, markdown=True, left=3))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     if given.json:
-        same_options(given.json.with_suffix(".options.json"), given, "files", "temperatures", "json")
+        made = [given.json] if given.json.exists() else []
+        same_options(given.json.with_suffix(".options.json"), given, made, "files", "temperatures", "json")
     questions = round_robin(read_suite("built-in"))
     kinds = sorted({question.category for question in questions})
     questions = questions[: given.each * len(kinds)]
-    target = read_manifest(given.bundle).target
-    files = given.files or [
-        f"{engine}:{precision}" for engine, each in target.files.items() for precision in each
-    ]
+    files = checked_files(given)
     of = {kind: [at for at, one in enumerate(questions) if one.category == kind] for kind in kinds}
     fixed = [f"γ = {length}" for length in given.draft_lengths]
     rows, by_kind, besides, others = [], [], [], []
-    for file in files:
-        engine, precision = file.split(":")
-        options = LoadOptions(engine, precision, context=given.context, threads=given.threads)
-        pair = open_pair(given.bundle, options)
-        prompts = [pair.tokenizer.encode_chat(chat_of(question)) for question in questions]
-        rivals = rivals_of(pair, given)
-        for word in given.temperatures:
-            label = f"{file}, T = {word}"
-            found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
-            rows.append((f"{file} {pair.mode}", word, *gains(found, fixed)))
-            ratios = [[found.rates[CHOSEN][at] / found.rates[PLAIN][at] for at in of[kind]] for kind in kinds]
-            by_kind.append((file, word, *(f"{median(each):.2f}" for each in ratios)))
-            others.append((file, word, *speeds(found.rates)))
-            for own in (PLAIN, *fixed, CHOSEN):
-                them = (
-                    against(found.rates, own, range(len(questions)), beside(each)) for each in given.beside
-                )
-                besides.append((file, word, own, *them))
-        pair.close()
-    if given.transformers:
-        rivals = {
-            PLAIN: in_torch(given.transformers, given.new, given.threads, lookup=False),
-            TORCH_LOOKUP: in_torch(given.transformers, given.new, given.threads, lookup=True),
-        }
-        for word in given.temperatures:
-            label = f"{TORCH}, T = {word}"
-            found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
-            others.append((f"{TORCH} float32", word, *speeds(found.rates)))
-    shown = partial(table, markdown=True, left=2)
-    print(f"{len(questions)} questions, {given.new} tokens, {given.threads} threads\n")
-    print(shown(("file", "T", "plain tok/s", *fixed, CHOSEN, "τ", "α"), rows), end="\n\n")
-    print(shown((f"{CHOSEN}, x plain", "T", *kinds), by_kind), end="\n\n")
-    print(
-        shown(("tokens a second", "T", "plain", CHOSEN, "llama.cpp's loop", "prompt lookup"), others),
-        end="\n\n",
-    )
-    if given.beside:
-        names = [f"x {beside(each)}" for each in given.beside]
-        print(table(("file", "T", "ours", *names), besides, markdown=True, left=3))
+    try:
+        for file in files:
+            engine, precision = file.split(":")
+            options = LoadOptions(engine, precision, context=given.context, threads=given.threads)
+            pair = open_pair(given.bundle, options)
+            prompts = [pair.tokenizer.encode_chat(chat_of(question)) for question in questions]
+            rivals = rivals_of(pair, given)
+            for word in given.temperatures:
+                label = f"{file}, T = {word}"
+                found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
+                rows.append((f"{file} {pair.mode}", word, *gains(found, fixed)))
+                note(" | ".join(rows[-1]))
+                ratios = [
+                    [found.rates[CHOSEN][at] / found.rates[PLAIN][at] for at in of[kind]] for kind in kinds
+                ]
+                by_kind.append((file, word, *(f"{median(each):.2f}" for each in ratios)))
+                others.append((file, word, *speeds(found.rates)))
+                for own in (PLAIN, *fixed, CHOSEN):
+                    them = (
+                        against(found.rates, own, range(len(questions)), beside(each))
+                        for each in given.beside
+                    )
+                    besides.append((file, word, own, *them))
+            pair.close()
+        if given.transformers:
+            rivals = {
+                PLAIN: in_torch(given.transformers, given.new, given.threads, lookup=False),
+                TORCH_LOOKUP: in_torch(given.transformers, given.new, given.threads, lookup=True),
+            }
+            for word in given.temperatures:
+                label = f"{TORCH}, T = {word}"
+                found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
+                others.append((f"{TORCH} float32", word, *speeds(found.rates)))
+    finally:
+        if others:  # hours were measured, whatever ended them
+            show(given, len(questions), (fixed, kinds), (rows, by_kind, others, besides))
     return 0
 
 

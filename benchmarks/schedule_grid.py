@@ -10,6 +10,7 @@ machine prints the same numbers. The wanted figures are those of GATE; the exit 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -96,10 +97,14 @@ def measure(name: str, rate: float, spread: float) -> Cell:
     )
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--worst", type=int, default=12, help="cells to list")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     wanted = list(product(SHAPES, RATES, SPREADS))
     cells: list[Cell] = []
     with progress("cells", len(wanted), "cell") as bar:

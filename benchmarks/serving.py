@@ -18,6 +18,7 @@ Other programs disturb all of it: run it on a quiet machine. Exit code 1 where a
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import subprocess
@@ -207,7 +208,7 @@ def many(url: str, process: int, chats: Sequence[Any], requests: int, at_once: i
     }
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--requests", type=int, default=200)
@@ -218,7 +219,11 @@ def main() -> int:
     parser.add_argument("--precision", default="")
     parser.add_argument("--mode", default="", help="exact or fast (default: the bundle's)")
     parser.add_argument("--json", type=Path, help="write what was seen to this file")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     load = {name: getattr(given, name) for name in ("engine", "precision", "mode") if getattr(given, name)}
     flags = [word for name, value in load.items() for word in (f"--{name}", value)]
     pair = open_pair(given.bundle, LoadOptions(**load))

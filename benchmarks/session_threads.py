@@ -11,6 +11,7 @@ it is so on a quiet machine.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from time import perf_counter, sleep
@@ -81,14 +82,18 @@ def once(target: CachedEngine, draft: CachedEngine | None, prompt: list[int], tu
     return counts
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("folder")
     parser.add_argument("--precision", default="int4")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--json", type=Path, help="write every run's counts to this file")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     pair = build(given.folder, ONNXRUNTIME, given.precision)
     models = {
         name: (

@@ -9,6 +9,7 @@ docs/; five minutes for 14M parameters on one busy core.
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable
 from itertools import islice
@@ -121,14 +122,18 @@ VARIANTS: list[tuple[str, str, Callable[[Tensor, Stored], Tensor], Callable[[Sto
 ]
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("instructions", nargs="+")
     parser.add_argument("--drafter", type=Path)
     parser.add_argument("--responses", type=int, default=320)
     parser.add_argument("--steps", type=int, default=300)
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
     target, tokenizer = load_model(given.model).requires_grad_(False), load_tokenizer(given.model)
     stops = stop_ids_of(given.model, tokenizer)
     learnt, measured = sampled_rows(target, tokenizer, stops, given.instructions, given.responses)

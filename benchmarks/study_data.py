@@ -15,14 +15,17 @@ p3_open_subset/p3_open.jsonl.gz (prompt, completion) and self_instruct/user_orie
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import random
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from dialogue_data import dialogues, given_paths, prompts
+from common import command_line
+from dialogue_data import dialogues, prompts
 
 from edgespec.core.files import read_jsonl, write_jsonl
 
@@ -57,8 +60,16 @@ def out_of_domain(texts: list[str], seed: int) -> list[Row]:
     return [asked(text) for text in random.Random(seed).sample(short, min(HELD_OUT, len(short)))]
 
 
-def main() -> None:
-    sources, out = given_paths(__doc__, "SOURCES", "OUT")
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__)
+    for name in ("sources", "out"):
+        parser.add_argument(name, type=Path)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
+    sources, out = given.sources, given.out
     chats = dialogues(sources / "sgd_dialogues" / "sgd_train.jsonl.gz")
     maths = read_jsonl(sources / "gsm8k" / "train.jsonl")
     problems, held_out = maths[:-HELD_OUT], maths[-HELD_OUT:]

@@ -133,7 +133,7 @@ def measurements(given: argparse.Namespace) -> Iterator[tuple[str, ...]]:
             )
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("conversations")
@@ -141,7 +141,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
     headers = ("hidden x layers", "first weights", "loss at step 0", f"after {given.steps} steps")
     rows = []
     for row in measurements(given):

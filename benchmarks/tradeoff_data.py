@@ -10,14 +10,26 @@ SOURCES holds sgd_dialogues/sgd_dev.jsonl.gz (Schema-Guided Dialogue as messages
 
 from __future__ import annotations
 
-from dialogue_data import dialogues, given_paths, prompts
+import argparse
+from pathlib import Path
+
+from common import command_line
+from dialogue_data import dialogues, prompts
 from study_data import HELD_OUT, answered, solved
 
 from edgespec.core.files import read_jsonl, write_jsonl
 
 
-def main() -> None:
-    sources, out = given_paths(__doc__, "SOURCES", "OUT")
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__)
+    for name in ("sources", "out"):
+        parser.add_argument(name, type=Path)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
+    sources, out = given.sources, given.out
     chats = dialogues(sources / "sgd_dialogues" / "sgd_dev.jsonl.gz")
     whole = answered(chats, prompts(chats, HELD_OUT, seed=1))
     rows = [{"messages": row["messages"][:-1], "reference": row["messages"][-1]["content"]} for row in whole]

@@ -11,6 +11,7 @@ may be slower in all of them. x86-64 and Linux only.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import re
@@ -57,10 +58,14 @@ def compile_llamacpp(folder: Path) -> None:
         raise SystemExit(f"{wanted} could not be compiled; see pip's message above")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args(arguments).folder.resolve()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    folder = parse(arguments).folder.resolve()
     if folder.exists():
         raise SystemExit(f"{folder} is there already; name a new folder")
     asked = copy_onnxruntime(folder)
