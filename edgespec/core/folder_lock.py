@@ -9,11 +9,13 @@ import errno
 import json
 import os
 import platform
+import shutil
 import stat
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 from edgespec.core.errors import InputError
@@ -76,6 +78,15 @@ def held(folder: Path, command: str, *, wait: bool = False) -> Iterator[None]:
         else:
             (folder / LOCK).unlink(missing_ok=True)
             os.close(lock)
+
+
+def remove_older(out: Path, command: str) -> None:
+    """Take away the folders beside NAME-KEY that have the same name and another key in hex, unless one is in use."""
+    name, _, key = out.name.rpartition("-")
+    for older in out.parent.glob(f"{escape(name)}-{'[0-9a-f]' * len(key)}"):
+        if older != out:
+            with suppress(InputError), held(older, command):
+                shutil.rmtree(older, ignore_errors=True)
 
 
 def _taken(file: Path) -> int | None:

@@ -47,14 +47,17 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any], *, made: bool = 
     recipe = replace(recipe, drafter=drafter, inference=inference)
     _check_together(recipe)
     if not made:
-        _check_learning(recipe)
+        check_learning(recipe)
     return recipe
 
 
-def read_recipe(name: str, flags: dict[str, Any]) -> tuple[Recipe, Path | None]:
-    """The recipe of a build with these flags, and its file: the named one, or the shipped one with the target's name."""
+def read_recipe(name: str, flags: dict[str, Any], *, made: bool = False) -> tuple[Recipe, Path | None]:
+    """The recipe of a build with these flags, and its file: the named one, or the shipped one with the target's name.
+
+    made: as in `resolve`.
+    """
     file = recipe_file(name) if name else shipped_recipes().get(flags.get("target", ""))
-    return resolve(load_recipe(file) if file else {}, flags), file
+    return resolve(load_recipe(file) if file else {}, flags, made=made), file
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -99,29 +102,43 @@ def _check_together(recipe: Recipe) -> None:
     export = recipe.export
     if not (export.onnx or export.gguf or export.npu):
         raise InputError("export.onnx, export.gguf and export.npu are all empty; give one precision at least")
-    sources = ["generate.instructions", *(["pretrain.text"] if drafter.kind == "model" else [])]
-    for name in ("generate.temperatures", "generate.system_prompts", "evaluate.draft_lengths", *sources):
-        if not attrgetter(name)(recipe):
-            raise InputError(f"{name} is empty; give one value at least")
-    for name in (*sources, "evaluate.prompts_file"):
-        for place, source in numbered(name, attrgetter(name)(recipe)).items():
-            if not source:
-                raise InputError(
-                    f"{place} is '', which names nothing; give a file, a folder, {HUB_FORM}, {PYTHON_STDLIB} or {SELF}"
-                )
+    _check_given(recipe, "evaluate.draft_lengths")
+    _check_sources(recipe, "evaluate.prompts_file")
     _check_inference(recipe)
     if drafter.kind == "head":
-        _check_head(recipe)
-        check_features(drafter.features, recipe.export)
+        check_no_npu("drafter.kind is 'head'", export)
+        check_features(drafter.features, export)
     elif drafter.features != LAST:
         raise InputError(
             f"drafter.features is {drafter.features!r}, which only a head reads; give --drafter.kind head with it"
         )
 
 
-def _check_learning(recipe: Recipe) -> None:
-    """What would have the drafter learn something else than the recipe says. Raises InputError."""
+def _check_given(recipe: Recipe, *names: str) -> None:
+    """Raise InputError where a knob that has several values has none."""
+    for name in names:
+        if not attrgetter(name)(recipe):
+            raise InputError(f"{name} is empty; give one value at least")
+
+
+def _check_sources(recipe: Recipe, *names: str) -> None:
+    """Raise InputError where a source has no name."""
+    for name in names:
+        for place, source in numbered(name, attrgetter(name)(recipe)).items():
+            if not source:
+                raise InputError(
+                    f"{place} is '', which names nothing; give a file, a folder, {HUB_FORM}, {PYTHON_STDLIB} or {SELF}"
+                )
+
+
+def check_learning(recipe: Recipe) -> None:
+    """What the drafter cannot learn from, or would learn something else by than the recipe says. Raises InputError."""
     inference, tune, distill = recipe.inference, recipe.tune, recipe.distill
+    sources = ["generate.instructions", *(["pretrain.text"] if recipe.drafter.kind == "model" else [])]
+    _check_given(recipe, "generate.temperatures", "generate.system_prompts", *sources)
+    _check_sources(recipe, *sources)
+    if recipe.drafter.kind == "head":
+        _check_head(recipe)
     if tune.steps and inference.source != "torch":
         own = "file" if inference.source == "file" else "url"
         raise InputError(
@@ -163,7 +180,7 @@ _OF_A_HEAD: dict[str, tuple[Any, ...]] = {
 
 
 def _check_head(recipe: Recipe) -> None:
-    """A head learns from hidden states that the target keeps while it writes, and runs beside a target that gives them."""
+    """A head learns from hidden states that the target keeps while it writes."""
     wrong = [
         f"{name} {allowed[0]!r} (it is {seen!r})"
         for name, allowed in _OF_A_HEAD.items()
@@ -173,7 +190,6 @@ def _check_head(recipe: Recipe) -> None:
         raise InputError(
             f"drafter.kind is 'head', which needs {', '.join(wrong)}; the recipe smollm2-head has all of it"
         )
-    check_no_npu("drafter.kind is 'head'", recipe.export)
 
 
 def check_no_npu(head: str, options: ExportOptions) -> None:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts, bootstrap, ratio_of_sums
+from edgespec.core.output import note
 from edgespec.report.fields import Fields, Interval
 
 PLAIN, AUTO = 0, -1  # draft lengths of a plain run, and of one whose draft lengths were chosen
 MOST_POSITIONS = 8  # of a draft that are shown; the chooser goes as far
-MOST_LENGTHS = 20  # draft lengths of one bench that are shown
-MOST_SETTINGS = 40  # of an evaluation
+MOST_LENGTHS = 64  # of one bench: plain decoding, every γ that a bench takes, and chosen ones
+MOST_SETTINGS = 40  # of an evaluation that are shown
 MOST_PROMPTS = 10_000  # with raw counts in an evaluation; a suite has at most as many questions
 RESAMPLED = 1024  # prompts that an interval by position is made of: evenly chosen where there are more
 
@@ -149,11 +150,15 @@ def _speed(one: Fields) -> Speed:
 
 def settings_of(found: Fields) -> list[Setting]:
     """The distilled drafter's settings (else those of the last drafter listed), by temperature and γ."""
-    read = [_setting(one) for one in found.objects("settings", MOST_SETTINGS)]
+    read = [_setting(one) for one in found.objects("settings")]
     names = [one.drafter for one in read]
     name = "distilled" if "distilled" in names else (names or [""])[-1]
     chosen = [one for one in read if one.drafter == name]
-    return sorted(chosen, key=lambda one: (one.temperature, one.top_p, one.draft_length))
+    if len(chosen) > MOST_SETTINGS:
+        note(
+            f"{found.where} has {len(chosen):,} settings of one drafter; the first {MOST_SETTINGS} are shown"
+        )
+    return sorted(chosen, key=lambda one: (one.temperature, one.top_p, one.draft_length))[:MOST_SETTINGS]
 
 
 def _setting(one: Fields) -> Setting:

@@ -26,7 +26,7 @@ from edgespec.core.table import byte_size
 from edgespec.planning.plan import PlanOptions, recipes_for
 from edgespec.planning.preflight import Room, check_processes, disk_left, find_shortages, refuse, room_here
 from edgespec.recipe.precisions import MIXED
-from edgespec.recipe.read import RECIPE_FILE, dump_recipe, read_recipe
+from edgespec.recipe.read import RECIPE_FILE, check_learning, dump_recipe, read_recipe
 from edgespec.recipe.schema import ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TARGETS, gguf_of
@@ -51,11 +51,11 @@ OWN = tuple(Options.__annotations__)
 
 
 def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
-    """The recipe, and the options of this run alone (its target is a placeholder)."""
+    """The recipe, and the options of this run alone (its target is a placeholder). `run` checks what trains the drafter."""
     flags = dict(given)
     own = {name: flags.pop(name) for name in OWN if name in flags}
     run = from_mapping(Options, {"target": "", **own})
-    return read_recipe(run.recipe, flags)[0], run
+    return read_recipe(run.recipe, flags, made=True)[0], run
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -190,12 +190,16 @@ def folder_of(target: str, out: str) -> Path:
 
 def run(given: dict[str, Any]) -> int:
     recipe, options = _read_options(given)
+    out = folder_of(recipe.target, options.out)
+    if not (
+        out / "distill" / STAGE_FILE
+    ).is_file():  # an older edgespec may have trained with what is refused now
+        check_learning(recipe)
     check_packages(recipe)
     if not options.recipe and (made := recipes_for(recipe.target)):
         step(
             f"Note: {recipe.target} has recipes of its own, {', '.join(made)} (--recipe NAME); this build takes the defaults."
         )
-    out = folder_of(recipe.target, options.out)
     if (out / RECIPE_FILE).exists():
         recipe = _as_begun(recipe, out)
     else:

@@ -11,14 +11,13 @@ import hashlib
 import json
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from edgespec.building.pair import gguf_target
 from edgespec.core import __version__
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, sha256_file, write_json, write_text
-from edgespec.core.folder_lock import held
+from edgespec.core.folder_lock import held, remove_older
 from edgespec.core.manifest import MANIFEST, SCHEMA_VERSION
 from edgespec.core.output import note, print_as_notes
 from edgespec.model_folder.head import keep_in_bytes
@@ -78,7 +77,7 @@ def _make(name: str, drafter: Path) -> Path:
                 _export(name, drafter, out)
                 for folder in ("export", "verify"):  # the bundle has copies of what is in them
                     shutil.rmtree(out / folder, ignore_errors=True)
-                _remove_older(name, out, command)
+                remove_older(out, command)  # what other versions made of the pair
     return made.parent
 
 
@@ -93,14 +92,6 @@ def folder_of(name: str, drafter: Path, file: Path) -> Path:
     ]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     return cache_folder() / READY / f"{name}-{key[:KEY]}"
-
-
-def _remove_older(name: str, out: Path, command: str) -> None:
-    """Take away what other versions made of a pair, unless one is being made."""
-    for older in out.parent.glob(f"{name}-{'[0-9a-f]' * KEY}"):
-        if older != out:
-            with suppress(InputError), held(older, command):
-                shutil.rmtree(older, ignore_errors=True)
 
 
 def _export(name: str, drafter: Path, out: Path) -> None:

@@ -16,7 +16,7 @@ from tiny_models import make_model_folder
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-from edgespec.core.folder_lock import LOCK, held, is_empty
+from edgespec.core.folder_lock import LOCK, held, is_empty, remove_older
 
 HOLDS = "import sys, time; from pathlib import Path; from edgespec.core.folder_lock import held\n" + (
     "with held(Path(sys.argv[1]), 'edgespec something'): print('held', flush=True); time.sleep(float(sys.argv[2]))"
@@ -45,6 +45,23 @@ def test_the_second_process_says_who_holds_it(tmp_path: Path, holder: subprocess
     with pytest.raises(InputError, match=words), held(tmp_path / "out", "edgespec other"):
         pass
     assert is_empty(tmp_path / "out")
+
+
+def test_older_folders_of_the_same_name_go(tmp_path: Path) -> None:
+    """Not one that is in use, and not one whose name is longer."""
+    names = [
+        "a[1]-0123abcd",
+        "a[1]-2-0123abcd",
+        "a[1]-held0000",
+        "a1-0123abcd",
+        "a[1]-00000000",
+        "a[1]-ffffffff",
+    ]
+    for name in names:
+        (tmp_path / name / "inside").mkdir(parents=True)
+    with held(tmp_path / "a[1]-00000000", "edgespec other"):
+        remove_older(tmp_path / "a[1]-ffffffff", "edgespec something")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
 
 
 def test_a_killed_holder_blocks_nobody(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:

@@ -13,9 +13,10 @@ from torchrun import torchrun
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.options import as_flags
-from edgespec.recipe.read import RECIPE_FILE
+from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import ExportOptions, GenerateOptions, InferenceOptions, Recipe
 from edgespec.recipe.targets import TARGETS
+from edgespec.stages.stage import STAGE_FILE
 from edgespec.verbs.build import _as_begun, _room, claim
 
 GIB = 2**30
@@ -96,6 +97,29 @@ def test_a_budget_without_a_mixed_file(tmp_path: Path, capsys: pytest.CaptureFix
     claim(tmp_path / "out", Recipe(target="no/such/place", export=ExportOptions(quality=0.0)))
     assert main(["build-drafter", *flags]) == 2
     assert "unknown target 'no/such/place'" in capsys.readouterr().err
+
+
+def test_a_head_that_is_done_is_not_refused_for_what_trained_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An older edgespec ignored knobs that a head does not have. A head that is still to be trained is refused with them."""
+    values = {
+        "target": "no/such/place",
+        "drafter": {"kind": "head", "init": "subclone"},
+        "generate": {"features": True},
+        "distill": {"target_side": "stored", "text_fraction": 0.0, "keep_steps": 500},
+    }
+    flags = as_flags({**values, "out": str(tmp_path / "out")})
+    claim(tmp_path / "out", resolve(values, {}, made=True))
+    done = tmp_path / "out" / "distill" / STAGE_FILE
+    done.parent.mkdir()
+    assert main(["build-drafter", *flags]) == 2
+    assert "distill.keep_steps 0 (it is 500)" in capsys.readouterr().err
+    done.write_text("{}")
+    assert main(["build-drafter", *flags]) == 2
+    assert "unknown target 'no/such/place'" in capsys.readouterr().err
+    assert main(["build-drafter", *flags, "--distill.keep-steps", "400"]) == 2
+    assert "holds a build of another recipe" in capsys.readouterr().err
 
 
 def test_a_build_goes_on_with_the_texts_that_it_began_with(tmp_path: Path) -> None:

@@ -245,7 +245,31 @@ def test_a_builds_own_budget_holds_where_no_flag_names_another(models: tuple[Pat
     assert (asked.bits, asked.verify_prompts) == (4.5, 7)
 
 
-def test_a_build_of_what_is_refused_now_is_exported(models: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("training", "tuned"),
+    [
+        (
+            {
+                "tune": {"steps": 1, "conversations": "a.jsonl"},
+                "inference": {"source": "server", "url": "http://a"},
+                "distill": {"target_side": "stored", "text_fraction": 0.0, "select_fraction": 0.5},
+                "reference": {"steps": 0},
+            },
+            True,
+        ),
+        ({"pretrain": {"text": [""]}, "generate": {"instructions": ["self", ""]}}, False),
+        (
+            {
+                "drafter": {"kind": "head", "size_fraction": 0.1, "init": "subclone"},
+                "distill": {"keep_steps": 500},
+            },
+            False,
+        ),
+    ],
+)
+def test_a_build_of_what_is_refused_now_is_exported(
+    models: tuple[Path, Path], tmp_path: Path, training: dict[str, object], tuned: bool
+) -> None:
     """Its drafter is done; how it was trained is past."""
     for stage in ("target", "distill"):
         (tmp_path / stage).mkdir()
@@ -253,14 +277,8 @@ def test_a_build_of_what_is_refused_now_is_exported(models: tuple[Path, Path], t
         (tmp_path / stage / "stage.json").write_text(json.dumps({"counts": counts}))
     for stage, model in zip(("tune", "distill"), models, strict=True):
         shutil.copytree(model, tmp_path / stage / "model")
-    training = {
-        "tune": {"steps": 1, "conversations": "a.jsonl"},
-        "inference": {"source": "server", "url": "http://a"},
-        "distill": {"target_side": "stored", "text_fraction": 0.0, "select_fraction": 0.5},
-        "reference": {"steps": 0},
-    }
     (tmp_path / "recipe.resolved.yaml").write_text(json.dumps({"target": "t", **training}))
     options = export_verb.Options(build=str(tmp_path), precisions=("int4",))
     source = export_verb.find_source(options)
-    assert source.target == tmp_path / "tune" / "model"
+    assert source.target == (tmp_path / "tune" / "model" if tuned else models[0])
     assert export_verb.export_recipe(options, source).export.onnx == ("int4",)

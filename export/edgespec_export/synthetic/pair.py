@@ -18,7 +18,7 @@ from edgespec_runtime.bench.synthetic import SyntheticPair
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json, write_json
-from edgespec.core.folder_lock import held
+from edgespec.core.folder_lock import held, remove_older
 from edgespec.core.free_space import free_disk, free_memory
 from edgespec.core.manifest import ROLES
 from edgespec.core.progress import progress
@@ -32,6 +32,7 @@ from edgespec.shell.environment import cache_folder
 
 SCHEMA = 1  # of the files; a change makes new ones
 GIB = 2**30
+COMMAND = "edgespec bench --synthetic"
 
 
 def full_name(name: str) -> str:
@@ -58,6 +59,8 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
     what = f"{plain_name} on {engine} in {precision}"
     _check_memory(what, [plan.kept for plan in plans.values()])
     missing = [role for role in ROLES if not paths[role].exists()]
+    if missing and name in TARGETS:  # two folders of one name may have two shapes
+        remove_older(folder, COMMAND)  # what other versions made of it
     _check_room(folder, what, [plans[role] for role in missing])
     fast: dict[str, Path] = {}
     if engine == ONNXRUNTIME and precision == "int4":
@@ -67,7 +70,7 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
     sizes = folder / "sizes.json"
     made = not missing and all(graph.exists() for graph in fast.values())
     if not made or not _known(sizes, paths):
-        with held(folder, "edgespec bench --synthetic", wait=True):  # another bench may be making them
+        with held(folder, COMMAND, wait=True):  # another bench may be making them
             missing = [role for role in ROLES if not paths[role].exists()]
             label = f"make {plain_name} {engine} {precision}"
             with progress(label, len(ROLES), "files", done=2 - len(missing)) as bar:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, sync_file, whole_folder, write_json
+from edgespec.model_folder.weights_files import read_header
 from edgespec.stages.stage import CHECKPOINTS
 from edgespec_recipes.parallel.sharding import sharded
 
@@ -65,6 +67,23 @@ def latest_checkpoint(out: Path) -> Path | None:
             f"{seen} and as many processes as before, or remove that folder to begin anew"
         )
     return found[newest]
+
+
+def check_size(checkpoint: Path, model: Any) -> None:
+    """Raise InputError where a checkpoint has another number of weights than the model that is to go on from it.
+
+    Names are not compared: a model may be saved with others than it has in memory. Tied tensors are saved and counted once.
+    """
+    file = checkpoint / "model.safetensors"
+    if sharded() or not file.is_file():
+        return
+    stored = sum(prod(tensor.shape) for tensor in read_header(file).values())
+    own = sum({value.data_ptr(): value.numel() for value in model.state_dict().values()}.values())
+    if stored != own:
+        raise InputError(
+            f"{checkpoint} has {stored:,} weights and the model to train has {own:,}: it was begun with another model, by "
+            f"another edgespec; remove {checkpoint.parent} and run the same command again, and this stage begins anew"
+        )
 
 
 def keep_diverged(

@@ -35,6 +35,7 @@ from edgespec_recipes.parallel.precision import Precision, choose_precision
 from edgespec_recipes.parallel.sharding import shard_on_cpu, to_train, trainer_settings, whole, whole_values
 from edgespec_recipes.training.checkpoints import (
     DIVERGED,
+    check_size,
     keep_diverged,
     latest_checkpoint,
     mark_complete,
@@ -270,6 +271,8 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     with processes.first():
         checkpoint = latest_checkpoint(out)
+    if checkpoint:
+        check_size(checkpoint, model)
     done = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
     rows = rows_until(out / LOG, done)
     arguments = _arguments(out, options, seed)

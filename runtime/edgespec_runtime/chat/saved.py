@@ -18,6 +18,7 @@ from edgespec.core.files import read_json, write_bytes, writing
 from edgespec.core.manifest import Manifest
 from edgespec.core.table import many
 from edgespec.core.texts import check_text
+from edgespec.recipe.devices import LLAMACPP
 from edgespec.shell.environment import cache_folder
 from edgespec_runtime.chat.conversation import Conversation
 from edgespec_runtime.text.tokenizer import Message
@@ -91,19 +92,39 @@ def load(conversation: Conversation, path: Path) -> None:
     conversation.reset(turns)
 
 
+def _talker(manifest: Manifest) -> list[Any]:
+    """Who talks: the names of the pair, the target's weights and the tokenizer, which stay when a bundle is packed again.
+
+    A GGUF file stands for the target where there is one: another version of the exporter writes other graphs.
+    """
+    files = manifest.target.files
+    weights = {
+        entry.sha256
+        for engine in ([LLAMACPP] if files.get(LLAMACPP) else files)
+        for precision in files[engine]
+        for entry in manifest.files_of("target", engine, precision).values()
+    }
+    names = [manifest.target.name, manifest.drafter.name]
+    return [*names, sorted(weights), manifest.pair["tokenizer_sha256"]]
+
+
 class LastChat:
-    """The last chat of one bundle.
+    """The last chat of one bundle, wherever it lies.
 
     Args:
-        manifest: the bundle's; its files' hashes say which bundle it is, wherever it lies.
+        manifest: the bundle's.
         state: the state folder.
     """
 
     def __init__(self, manifest: Manifest, state: Path) -> None:
-        files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
         self._bundle = manifest.target.name
         self._folder = state / "last"
-        self.path = self._folder / f"{hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]}.json"
+        self.path = self._named(_talker(manifest))
+        # an older edgespec named a chat by all files of its bundle
+        self._older = self._named(sorted((name, entry.sha256) for name, entry in manifest.files.items()))
+
+    def _named(self, about: list[Any]) -> Path:
+        return self._folder / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
 
     def keep(self, conversation: Conversation) -> None:
         """Write it; the oldest chats of other bundles go. Raises InputError where it cannot be written."""
@@ -117,9 +138,10 @@ class LastChat:
 
     def resume(self, conversation: Conversation) -> str:
         """Go on with it. Returns what to say about it. Raises InputError for a file that is damaged."""
-        if not self.path.exists():
+        path = self.path if self.path.exists() else self._older
+        if not path.exists():
             return "there is no earlier chat of this bundle; this is a new one"
-        load(conversation, self.path)
+        load(conversation, path)
         return told(conversation.messages)
 
 

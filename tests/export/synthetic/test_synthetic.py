@@ -165,6 +165,20 @@ def test_a_second_run_finds_the_files(home: Path, target: Path) -> None:
     assert pair.paths["target"].stat().st_mtime_ns == before[pair.paths["target"]]
 
 
+@pytest.mark.parametrize("alias", [True, False])
+def test_what_an_older_edgespec_made_of_the_same_target_goes(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alias: bool
+) -> None:
+    """Two folders of one name may have two shapes: both pairs stay."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    name = "tiny-chat" if alias else target.name
+    older = tmp_path / "synthetic" / f"{name}-0123abcd"
+    older.mkdir(parents=True)
+    pair = synthetic.build(name if alias else str(target), "llama.cpp", "q4_0")
+    assert older.exists() is not alias
+    assert pair.paths["target"].parent.name.startswith(f"{name}-")
+
+
 @pytest.mark.usefixtures("home")
 def test_what_is_missing_is_made_by_one_bench_at_a_time(target: Path) -> None:
     pair = synthetic.build(str(target), "onnxruntime", "int4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,14 +43,14 @@ OPTIONS = TrainingOptions(
 SEED = 3
 
 
-def small_model() -> LlamaForCausalLM:
+def small_model(layers: int = 1) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64,
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=1,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             num_key_value_heads=1,
             tie_word_embeddings=True,
@@ -79,9 +80,9 @@ def rows() -> Rows:
     return Rows({"input_ids": ids, "row_id": np.arange(30)})
 
 
-def run(out: Path, *, ordered: bool = False, **changes: Any) -> dict[str, object]:
+def run(out: Path, *, ordered: bool = False, layers: int = 1, **changes: Any) -> dict[str, object]:
     """Train the small model in `out` and save its weights there: what the killed process below runs."""
-    model = small_model()
+    model = small_model(layers)
     options = replace(OPTIONS, **changes)
     counts = trainer.train(
         model, rows(), next_token_losses, out, options, seed=SEED, label="train", ordered=ordered
@@ -204,6 +205,19 @@ def run_until(out: Path, step: int) -> None:
         return next_token_losses(model, batches)
 
     trainer.train(small_model(), rows(), loss, out, OPTIONS, seed=SEED, label="train")
+
+
+def test_a_checkpoint_of_another_drafter_is_refused(tmp_path: Path) -> None:
+    """Another edgespec may plan a drafter of another shape. Without the checkpoints the training begins anew."""
+    run(tmp_path, steps=6)
+    with pytest.raises(
+        InputError, match=r"has 11,\d+ weights and the model to train has \d\d,\d+: .* remove "
+    ) as caught:
+        run(tmp_path, layers=2, steps=6)
+    place = tmp_path / "checkpoints"
+    assert f"remove {place} " in str(caught.value)
+    shutil.rmtree(place)
+    assert run(tmp_path, layers=2, steps=6)["steps"] == 6
 
 
 def test_finished_run_is_not_trained_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -57,8 +58,49 @@ def test_the_last_chat_of_a_bundle_is_found_again_wherever_the_bundle_lies(
     assert stat.S_IMODE(moved.path.stat().st_mode) == 0o600
     for folder in (moved.path.parent, moved.path.parent.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    other = last_chat(replace(manifest, files={**manifest.files, "x": BundleFile("0" * 64, 1)}))
-    assert other.resume(again) == "there is no earlier chat of this bundle; this is a new one"
+
+
+def changed(manifest: Manifest, *names: str) -> Manifest:
+    """With other bytes in these files."""
+    return replace(manifest, files={**manifest.files, **{name: BundleFile("0" * 64, 1) for name in names}})
+
+
+@pytest.mark.parametrize("gguf", [False, True])
+def test_a_bundle_that_was_packed_again_has_its_chat_and_another_model_none(
+    bundle: Path, manifest: Manifest, gguf: bool
+) -> None:
+    graph, file = "target/onnx-fp32/model.onnx", "target/gguf/target-q8_0.gguf"
+    if gguf:
+        files = {**manifest.target.files, "llama.cpp": {"q8_0": file}}
+        manifest = replace(manifest, target=replace(manifest.target, files=files))
+        manifest = replace(manifest, files={**manifest.files, file: BundleFile("1" * 64, 1)})
+    last_chat(manifest).keep(conversation(bundle, 2))
+    again = conversation(bundle, 0)
+    same = [changed(manifest, "README.md", "verify.json", "drafter/onnx-fp32/model.onnx")]
+    others = [
+        changed(manifest, file if gguf else graph),
+        replace(manifest, pair={**manifest.pair, "tokenizer_sha256": "1" * 64}),
+        replace(manifest, target=replace(manifest.target, name="other")),
+        replace(manifest, drafter=replace(manifest.drafter, name="other")),
+    ]
+    if gguf:
+        same.append(changed(manifest, graph))  # of another exporter
+    for one in same:
+        assert last_chat(one).resume(again).startswith("going on behind 2 turns")
+    for one in others:
+        assert last_chat(one).resume(again) == "there is no earlier chat of this bundle; this is a new one"
+
+
+def test_a_chat_that_an_older_edgespec_kept_is_found(bundle: Path, manifest: Manifest) -> None:
+    last = last_chat(manifest)
+    last.keep(conversation(bundle, 2))
+    files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
+    named = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
+    last.path.rename(last.path.with_stem(named))
+    again = conversation(bundle, 0)
+    assert last.resume(again).startswith("going on behind 2 turns")
+    last.keep(conversation(bundle, 3))
+    assert last_chat(manifest).resume(again).startswith("going on behind 3 turns")
 
 
 def test_a_long_chat_is_kept_without_its_oldest_turns(
@@ -82,8 +124,7 @@ def test_of_many_bundles_the_newest_chats_are_kept(
     monkeypatch.setattr(saved, "MOST_CHATS", 3)
     paths = []
     for number in range(5):
-        files = {**manifest.files, str(number): BundleFile("0" * 64, 1)}
-        last = last_chat(replace(manifest, files=files))
+        last = last_chat(replace(manifest, pair={"tokenizer_sha256": str(number)}))
         last.keep(conversation(bundle, 1))
         os.utime(last.path, (number, number))
         paths.append(last.path)
