@@ -43,7 +43,7 @@ def copy_onnxruntime(folder: Path) -> int:
         asked += count
     if not asked:
         raise SystemExit(
-            f"the libraries in {copied} do not ask for AVX-512 as expected; this onnxruntime is built otherwise"
+            f"the libraries in {copied} do not ask for AVX-512 as expected; this onnxruntime is built differently"
         )
     return asked
 

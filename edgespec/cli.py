@@ -88,7 +88,7 @@ VERBS = {
     ),
     "tradeoff": Verb(
         "edgespec_runtime.tradeoff.tradeoff",
-        "quality against latency for acceptance rules that give up some for speed",
+        "quality against latency for acceptance rules that give up some quality for speed",
     ),
     "report": Verb(
         "edgespec.verbs.report", "one HTML page of what was built and measured, runs side by side"
@@ -99,7 +99,7 @@ VERBS = {
     ),
     "verify": Verb(
         "edgespec_export.verify.bundle",
-        "hold a bundle's files against their models, and measure the exported pair",
+        "check a bundle's files against their models, and measure the exported pair",
     ),
     "other-engines": Verb(
         "edgespec_export.other_engines.check",
@@ -162,7 +162,7 @@ def _overview() -> argparse.ArgumentParser:
         return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_on_hyphens=False)
 
     verbs = "\n".join(filled(f"  {name:<{width}}  {verb.help}", width + 4) for name, verb in VERBS.items())
-    more = filled("edgespec VERB --help tells a verb's options and the names they take.")
+    more = filled("edgespec VERB --help lists a verb's options and the names they take.")
     parser = _Parser(
         prog="edgespec",
         usage="edgespec [--version] VERB ...",

@@ -19,7 +19,7 @@ from edgespec.shell.settings import EVERY, EveryVerb
 
 HEAD = (
     "# Command line\n\n"
-    "Written by `python -m edgespec.cli_reference > docs/cli.md`, never by hand; a test holds it against the parsers.\n"
+    "Written by `python -m edgespec.cli_reference > docs/cli.md`, never by hand; a test checks it against the parsers.\n"
     "`edgespec VERB --help` prints the same.\n"
 )
 

@@ -108,7 +108,7 @@ def _check_runtime(target: Path) -> None:
     found = compare(trained, JsonTokenizer(target / "tokenizer.json"), torture_set(trained.specials()))
     if found.different:
         raise InputError(
-            f"chat would split {len(found.different)} of {found.texts} texts otherwise than training, {found.first}; write "
+            f"chat would split {len(found.different)} of {found.texts} texts differently from training, {found.first}; write "
             f"{target / 'tokenizer.json'} anew with PreTrainedTokenizerFast.from_pretrained({str(target)!r})"
             f".save_pretrained({str(target)!r})"
         )

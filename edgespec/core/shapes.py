@@ -122,7 +122,7 @@ class ModelShape:
             if config.get(name) is None:
                 hint = "a Llama-style decoder config is needed"
                 if "text_config" in config:
-                    hint = "it reads more than text: save its text model alone (such as Gemma3ForCausalLM) and give that"
+                    hint = "it reads more than text: save only its text model (such as Gemma3ForCausalLM) and give that"
                 raise InputError(f"config.json ({config.get('model_type')}) has no {name!r}; {hint}")
             return config[name]
 

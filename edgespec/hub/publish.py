@@ -34,8 +34,8 @@ def check_names(names: Iterable[str], where: str) -> None:
         path = PurePosixPath(name)
         if path.suffix.lower() in PICKLES:
             raise BundleError(
-                f"{where} has {name!r}, which can be a Python pickle: opening one runs code of its maker; weights are taken as "
-                ".safetensors, .gguf or .onnx alone"
+                f"{where} has {name!r}, which can be a Python pickle: opening one runs code of its maker; weights are taken "
+                "only as .safetensors, .gguf or .onnx"
             )
         if path.suffix.lower() not in SUFFIXES and path.name not in NAMES:
             raise BundleError(
@@ -59,7 +59,7 @@ def check_head(file: Path, name: str, where: str) -> None:
     if bare or head.startswith(b"PK\x03\x04"):
         raise BundleError(
             f"{where} has {name!r}, and its first bytes are those of {'a Python pickle' if bare else 'a zip archive'}: opening "
-            "one runs code of its maker; weights are taken as .safetensors, .gguf or .onnx alone"
+            "one runs code of its maker; weights are taken only as .safetensors, .gguf or .onnx"
         )
 
 

@@ -1,4 +1,4 @@
-"""Pull a bundle from a hub repository: only files its manifest lists, each held against its size and sha256.
+"""Pull a bundle from a hub repository: only files its manifest lists, each checked against its size and sha256.
 
 Interrupt it at any point and run the same command: what has arrived stays, and a file that was cut off goes on where it was.
 """
@@ -163,7 +163,9 @@ def _fetch_manifest(repo: str, revision: str, folder: Path) -> str:
     with hub_errors(repo, "pull"):
         seen = get_hf_file_metadata(hf_hub_url(repo, MANIFEST, revision=revision), headers=build_hf_headers())
     if seen.commit_hash is None or seen.size is None:
-        raise InputError(f"{endpoint()} does not tell commit and size of {MANIFEST} in {repo}; is it a hub?")
+        raise InputError(
+            f"{endpoint()} does not give the commit and the size of {MANIFEST} in {repo}; is it a hub?"
+        )
     if seen.size > MAX_MANIFEST_BYTES:
         raise BundleError(
             f"{MANIFEST} of {repo} has {seen.size} bytes; at most {MAX_MANIFEST_BYTES} are read"
@@ -186,7 +188,7 @@ def _fetch(repo: str, commit: str, name: str, entry: BundleFile, part: Path, bar
         if seen != entry.sha256:
             raise BundleError(
                 f"{name!r} of {repo} arrived with sha256 {seen}, the manifest wants {entry.sha256}: the repository is altered, "
-                "or the file was damaged on its way; run the same command again, and tell the owner if it stays"
+                "or the file was damaged on its way; run the same command again, and tell the owner if that does not help"
             )
         check_head(part, name, repo)
     except BundleError:
@@ -217,7 +219,7 @@ def _download(repo: str, commit: str, name: str, wanted: int, part: Path, bar: A
                         raise
                     part.unlink()
                     raise BundleError(
-                        f"{name!r} of {repo} has another size than the {wanted} bytes its manifest tells; the repository is "
+                        f"{name!r} of {repo} has another size than the {wanted} bytes its manifest gives; the repository is "
                         "altered: tell its owner"
                     ) from error
         os.fsync(stream.fileno())

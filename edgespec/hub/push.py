@@ -101,7 +101,7 @@ def shown(folder: Path, manifest: Manifest, files: Mapping[str, BundleFile]) -> 
     if paths := local_paths(manifest.provenance):
         more = f" and {len(paths) - SHOWN_PATHS} more" if len(paths) > SHOWN_PATHS else ""
         parts.append(
-            f"{MANIFEST} tells paths of the machine it was made on: {', '.join(paths[:SHOWN_PATHS])}{more}"
+            f"{MANIFEST} contains paths of the machine that it was made on: {', '.join(paths[:SHOWN_PATHS])}{more}"
         )
     return "\n\n".join(parts)
 

@@ -209,5 +209,5 @@ def refuse(found: Sequence[Shortage]) -> None:
         return
     cures = dict.fromkeys(cure for shortage in found for cure in shortage.cures)
     raise InputError(
-        f"{'; '.join(map(str, found))}. Try {', '.join(cures)}; `edgespec plan` shows every stage; --force starts all the same"
+        f"{'; '.join(map(str, found))}. Try {', '.join(cures)}; `edgespec plan` shows every stage; --force starts anyway"
     )

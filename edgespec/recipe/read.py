@@ -156,8 +156,8 @@ def check_features(features: str, options: ExportOptions) -> None:
     """Raise InputError where files are wanted that do not give what a head reads."""
     if features == THREE and options.gguf:
         raise InputError(
-            f"the head reads the states of three layers, and export.gguf is {', '.join(options.gguf)}: llama.cpp gives the last "
-            "one's alone; give ONNX precisions alone (--export.gguf '', or --formats onnx to export), or a head with "
+            f"the head reads the states of three layers, and export.gguf is {', '.join(options.gguf)}: llama.cpp gives only "
+            "the last layer's; give ONNX precisions only (--export.gguf '', or edgespec export --formats onnx), or a head with "
             "--drafter.features last"
         )
 
@@ -197,7 +197,7 @@ def check_no_npu(head: str, options: ExportOptions) -> None:
     if options.npu:
         raise InputError(
             f"{head} and export.npu is {', '.join(options.npu)}, as the devices with an NPU have it: static graphs give no "
-            "hidden states, which a head reads; choose another device, or ONNX and GGUF alone, or a drafter that is a model"
+            "hidden states, which a head reads; choose another device, or only ONNX and GGUF, or a drafter that is a model"
         )
 
 
@@ -235,7 +235,7 @@ def _check_inference(recipe: Recipe) -> None:
             f"distill.{wanted[0]} is {getattr(distill, wanted[0]):g}" if wanted else "target_side is 'live'"
         )
         raise InputError(
-            f"inference.source is {inference.source!r}, which gives the target's distributions on its own responses alone, and "
+            f"inference.source is {inference.source!r}, which gives the target's distributions only on its own responses, and "
             f"{seen}; give --distill.target-side stored --distill.text-fraction 0 and no fixed or student data"
         )
 

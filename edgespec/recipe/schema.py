@@ -47,7 +47,7 @@ class InferenceOptions:
     )
     bits: int | None = knob(
         None,
-        "torch: round the target's matrices to so many bits; needs a GPU and bitsandbytes",
+        "torch: round the target's matrices to this many bits; needs a GPU and bitsandbytes",
         choices=(4, 8),
     )
     file: str = knob("", "file: a bundle, an ONNX model folder or a .gguf file of the target")
@@ -69,9 +69,7 @@ class InferenceOptions:
     )
     parallel: int = knob(8, "server: requests at once", at_least=1, at_most=256)
     timeout: float = knob(600.0, "server: seconds to wait for an answer", at_least=0.1)
-    retries: int = knob(
-        5, "server: further tries after a failure that may pass, after 1, 2, 4 ... seconds", at_least=0
-    )
+    retries: int = knob(5, "server: retries after a temporary failure, after 1, 2, 4 ... seconds", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class DrafterOptions:
     )
     features: str = knob(
         LAST,
-        "what a head reads of the target: its last hidden state, or those of three layers (EAGLE-3), for ONNX files alone",
+        "what a head reads of the target: its last hidden state, or those of three layers (EAGLE-3), only for ONNX files",
         choices=(LAST, THREE),
     )
     size_fraction: float = knob(
@@ -104,15 +102,15 @@ class DrafterOptions:
     hidden: int | None = knob(None, "hidden size instead of the rule's", at_least=64)
     vocabulary: int | None = knob(
         None,
-        "keep so many of the target's tokens, the most frequent ones; it never proposes the others (default: all. A head: those "
-        "that cover 98 % of the target's text. A model for a target with a hidden size below 1,024 and more than 32,768 tokens: "
-        "those that cover 98 %, a quarter at most)",
+        "keep this many of the target's tokens, the most frequent ones; it never proposes the others (default: all. A head: "
+        "those that cover 98 % of the target's text. A model for a target with a hidden size below 1,024 and more than 32,768 "
+        "tokens: those that cover 98 %, a quarter at most)",
         at_least=16,
     )
     init: str = knob(
         "random",
-        "first weights: random, cut out of the target (weight subcloning), random but for token tables out of the target's "
-        "(principal components), or a local checkpoint",
+        "first weights: random, cut out of the target (weight subcloning), random except for token tables made from the "
+        "target's (principal components), or a local checkpoint",
         choices=("random", "subclone", "components", "checkpoint"),
     )
     checkpoint: str = knob(
@@ -154,8 +152,8 @@ class TuneOptions(TrainingOptions):
 class PretrainOptions(TrainingOptions):
     text: tuple[str, ...] = knob(
         (PYTHON_STDLIB,),
-        "plain text, of several sources a document of each in turn: .txt and .jsonl ('text') (gz too), .parquet, a folder "
-        "of such, hub:NAME[:SPLIT[:FIELD]], python-stdlib, or self: the target's own",
+        "plain text: .txt and .jsonl ('text') (gz too), .parquet, a folder of such, hub:NAME[:SPLIT[:FIELD]], python-stdlib, or "
+        "self: the target's own; several sources are read in turn, one document each",
     )
     self_tokens: int = knob(
         200_000, "tokens of running text that the target writes, where text names self", at_least=1
@@ -166,8 +164,8 @@ class PretrainOptions(TrainingOptions):
 class GenerateOptions:
     instructions: tuple[str, ...] = knob(
         (PYTHON_STDLIB,),
-        "seed instructions, of several sources one of each in turn: .jsonl, .json or .parquet in any known format (alpaca, "
-        "dolly, ...), python-stdlib, or self: the target's own",
+        "seed instructions: .jsonl, .json or .parquet in any known format (alpaca, dolly, ...), python-stdlib, or self: the "
+        "target's own; several sources are read in turn, one instruction each",
     )
     prompts: int = knob(
         2000, "how many seed instructions the target answers (reused in turn if there are fewer)", at_least=1
@@ -197,7 +195,7 @@ class GenerateOptions:
     shard_size: int = knob(256, "responses in one resumable shard", at_least=1)
     features: bool = knob(
         False,
-        "keep the last hidden state of every token beside the responses, for a feature drafter (in torch or from a GGUF file)",
+        "keep the last hidden state of every token beside the responses, for a head (in torch or from a GGUF file)",
     )
 
 
@@ -225,7 +223,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class DistillOptions(TrainingOptions):
     preset: str = knob(
-        "", "a named choice of loss and data mix, under what is given besides", choices=("", *PRESETS)
+        "", "a named choice of loss and data mix; options that you give override it", choices=("", *PRESETS)
     )
     divergence: str = knob(
         "fkl",
@@ -294,7 +292,7 @@ class DistillOptions(TrainingOptions):
     )
     unrolled_steps: int = knob(
         3,
-        "head: draft steps in a row that are trained, each on the features of the step before (EAGLE-3)",
+        "head: draft steps in a row that are trained, each on the hidden states of the step before (EAGLE-3)",
         at_least=1,
     )
     scale_learning_rate: bool = knob(True, "multiply the learning rate by k (AdaSPEC's linear scaling rule)")
@@ -340,7 +338,7 @@ class ExportOptions:
     )
     quality: float | None = knob(
         None,
-        "mixed files: the smallest that keeps such a share of the target's most likely tokens on text held out (default 0.95, "
+        "mixed files: the smallest that keeps this share of the target's most likely tokens on text held out (default 0.95, "
         "where neither bits nor size is given)",
         at_least=0.0,
         at_most=1.0,
@@ -363,7 +361,7 @@ class ExportOptions:
     context: int | None = knob(
         None, "tokens of context that a device's memory is planned for (default: its profile's)", at_least=2
     )
-    verify_prompts: int = knob(8, "held-out prompts on which every file is held against torch", at_least=1)
+    verify_prompts: int = knob(8, "held-out prompts on which every file is compared with torch", at_least=1)
     answer_replies: int = knob(16, "replies that each file reads for its verdict; 0: none", at_least=0)
     acceptance_prompts: int = knob(16, "prompts that the exported pairs decode; 0 for none", at_least=0)
     bundle_prompts: int = knob(64, "held-out prompts that travel in the bundle, for bench", at_least=1)

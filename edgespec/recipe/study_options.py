@@ -1,4 +1,4 @@
-"""What a study is: a base recipe, tasks, arms that change the recipe, claims to hold the outcome against. Types and checks only.
+"""What a study is: a base recipe, tasks, arms that change the recipe, claims to check the outcome against. Types and checks only.
 
 A study file is YAML with the knobs of `StudyOptions` and five mappings:
 
@@ -137,7 +137,7 @@ def parse_sampling(text: str) -> Sampling:
         temperature, top_p = float(heat), float(mass or 1.0)
     except ValueError as error:
         raise InputError(
-            f"sampling {text!r} is none; give a temperature, or temperature/top-p as in 0.6/0.9"
+            f"sampling {text!r} is not valid; give a temperature, or temperature/top-p as in 0.6/0.9"
         ) from error
     if not (temperature >= 0 and 0 < top_p <= 1):
         raise InputError(f"sampling {text!r} is out of bounds; temperature is at least 0 and top-p in (0, 1]")
@@ -256,7 +256,9 @@ def _check(study: Study) -> None:
                     f"claims[{number}] names {arm!r}, which is no arm{did_you_mean(arm, study.arms)}"
                 )
         if bool(claim.better and claim.than) == bool(claim.depends):
-            raise InputError(f"claims[{number}] ({claim.claim}) needs better and than, or depends alone")
+            raise InputError(
+                f"claims[{number}] ({claim.claim}) needs either better and than, or only depends"
+            )
     _check_budgets(study)
 
 
@@ -266,7 +268,7 @@ def _check_read(study: Study) -> None:
         for section in arm.changes:
             if section not in _OF_AN_ARM:
                 raise InputError(
-                    f"arm {name} changes {section}, and arms differ in {', '.join(_OF_AN_ARM)} alone; give it in the study's "
+                    f"arm {name} changes {section}, and arms differ only in {', '.join(_OF_AN_ARM)}; give it in the study's "
                     "recipe, for all arms"
                 )
         if arm.recipe.distill.against:

@@ -121,4 +121,4 @@ def _table(points: Sequence[Point], metric: str) -> Table:
                 number(None if end else point.rejected, ".0%"),
             ]
         )
-    return Table(["", clean(metric, 40), "less AR-large's", "latency", "rejected"], rows)
+    return Table(["", clean(metric, 40), "minus AR-large's", "latency", "rejected"], rows)

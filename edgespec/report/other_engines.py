@@ -48,7 +48,7 @@ def _expected(run: Run) -> list[Table | Words]:
         return [
             Words(
                 "The drafter has token numbers of its own, which only edgespec translates: no other engine runs the pair. The "
-                "target's files run there alone."
+                "target's files run there without the drafter."
             )
         ]
     shown: dict[str, Setting] = {}

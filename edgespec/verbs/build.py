@@ -67,7 +67,7 @@ def check_packages(recipe: Recipe) -> None:
         if find_spec(package) is None:
             raise MissingExtra(package, "all", "Building a drafter")
     if recipe.drafter.kind == "head" and not recipe.export.onnx and find_spec("llama_cpp") is None:
-        raise MissingExtra("llama_cpp", "llamacpp", "Measuring a head beside GGUF files alone")
+        raise MissingExtra("llama_cpp", "llamacpp", "Measuring a head that has only GGUF files beside it")
 
 
 CHEAP_STAGES = ("data", "target", "plan")

@@ -1,4 +1,4 @@
-"""Export a target and its drafter: files for a device or in the formats you name, each held against torch, packed as a bundle.
+"""Export a target and its drafter: files for a device or in the formats you name, each compared with torch, packed as a bundle.
 
 Give two model folders (--target, --drafter), or the folder of a build. Interrupt it at any point and run the same command: what
 is complete is skipped.

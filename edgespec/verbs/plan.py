@@ -64,11 +64,11 @@ def run(given: dict[str, Any]) -> int:
 
 
 def _check_alone(modes: list[str], rest: dict[str, Any]) -> None:
-    """Raises InputError where an option is given that says nothing to the question."""
+    """Raises InputError where an option is given that has no effect on the answer."""
     strange = [f"--{mode}" for mode in modes[1:]]
     strange += as_flags({name: value for name, value in rest.items() if name not in MODES[modes[0]]})
     if strange:
-        raise InputError(f"{strange[0]} says nothing to --{modes[0]}; leave one of them out")
+        raise InputError(f"{strange[0]} has no effect with --{modes[0]}; leave one of them out")
 
 
 def _devices(target: str = "", device: str = "", json: str = "") -> int:

@@ -1,6 +1,6 @@
 """Compare ways to make a drafter: train every arm of a study for several seeds, count, and write what was found.
 
-A study is a YAML file: a base recipe, tasks, arms, claims to hold the outcome against. Interrupt it at any point and run the same
+A study is a YAML file: a base recipe, tasks, arms, claims to check. Interrupt it at any point and run the same
 command: what is complete is skipped, what was under way goes on.
 """
 

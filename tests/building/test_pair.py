@@ -21,7 +21,7 @@ def test_a_tokenizer_that_chat_would_read_otherwise(tmp_path: Path) -> None:
     settings = target / "tokenizer_config.json"
     write_json(settings, read_json(settings) | {"additional_special_tokens": ["<aside>"]})
     with pytest.raises(
-        InputError, match=r"chat would split 1 of \d+ texts otherwise than training, .*<aside>"
+        InputError, match=r"chat would split 1 of \d+ texts differently from training, .*<aside>"
     ):
         check_pair(target, None, ExportOptions())
     PreTrainedTokenizerFast.from_pretrained(target).save_pretrained(target)  # as the message says

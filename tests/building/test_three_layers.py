@@ -148,10 +148,13 @@ def test_a_gguf_file_is_refused_before_anything_is_trained(
 ) -> None:
     given = [*words(built.parent), "--out", str(tmp_path / "out"), "--export.gguf", "q8_0"]
     assert main(given) == 2
-    assert "llama.cpp gives the last one's alone; give ONNX precisions alone" in capsys.readouterr().err
+    assert (
+        "give ONNX precisions only (--export.gguf '', or edgespec export --formats onnx)"
+        in capsys.readouterr().err
+    )
     given = f"export --target {built.parent / 'tiny.gguf'} --drafter {built / 'distill' / 'model'} --precisions int8,q8_0"
     assert main([*given.split(), "--out", str(tmp_path / "export")]) == 2
-    assert "llama.cpp gives the last one's alone" in capsys.readouterr().err
+    assert "give ONNX precisions only" in capsys.readouterr().err
     assert main([*words(built.parent), "--drafter.kind", "model", "--out", str(tmp_path / "out")]) == 2
     assert "which only a head reads; give --drafter.kind head with it" in capsys.readouterr().err
 

@@ -163,10 +163,13 @@ def test_the_other_answers_take_their_own_options_alone(capsys: pytest.CaptureFi
     for words, error in (
         ((), "target is missing"),
         (("--target", "tiny-chat", "--rehearsal.minutes", "1"), "--rehearsal.minutes belongs to --rehearse"),
-        (("--target", "tiny-chat", "--rehearse", "--alphas", "0.5"), "--alphas says nothing to --rehearse"),
-        (("--target", "tiny-chat", "--rehearse", "--devices"), "--rehearse says nothing to --devices"),
-        (("--devices", "--gpus", "H100"), "--gpus says nothing to --devices"),
-        (("--devices", "--export.npu-length", "64"), "--export.npu-length says nothing to --devices"),
+        (
+            ("--target", "tiny-chat", "--rehearse", "--alphas", "0.5"),
+            "--alphas has no effect with --rehearse",
+        ),
+        (("--target", "tiny-chat", "--rehearse", "--devices"), "--rehearse has no effect with --devices"),
+        (("--devices", "--gpus", "H100"), "--gpus has no effect with --devices"),
+        (("--devices", "--export.npu-length", "64"), "--export.npu-length has no effect with --devices"),
     ):
         assert main(["plan", *words]) == 2
         assert error in capsys.readouterr().err

@@ -136,7 +136,7 @@ def test_a_complaint_says_where_the_option_came_from(
     config.write_text("plan: {mfu: 0.5}")
     assert main(["plan", "--devices"]) == 2
     assert capsys.readouterr().err == (
-        f"edgespec: --mfu says nothing to --devices; leave one of them out (mfu comes from {config})\n"
+        f"edgespec: --mfu has no effect with --devices; leave one of them out (mfu comes from {config})\n"
     )
 
 

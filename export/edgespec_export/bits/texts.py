@@ -62,8 +62,8 @@ def split(texts: Iterable[Text], context: int, parameters: int = 0) -> Texts:
     found = min(sum(text.positions for text in part) for part in (calibration, held_out))
     if found < LEAST:
         raise InputError(
-            f"bits are chosen on at least {2 * LEAST} tokens that the target wrote, half of them held out, and of the texts "
-            f"given {sum(text.positions for text in usable)} count (a text's first {longest} tokens); give a build "
+            f"choosing bits needs at least {2 * LEAST} tokens that the target wrote, half of them held out; the given texts have "
+            f"{sum(text.positions for text in usable)} (a text's first {longest} tokens count); give a build "
             "whose target wrote more (--generate.prompts)"
         )
     share = max(LEAST_SHARE, min(1.0, FULL / max(1, parameters)))

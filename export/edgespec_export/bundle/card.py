@@ -154,8 +154,8 @@ class Card:
     def _engines(self) -> str:
         if self.subset is not None:
             text = (
-                "The target's files also run elsewhere alone. The drafter's do not pair with them there: it has token numbers "
-                f"of its own, which {self.manifest.drafter.vocabulary} maps and edgespec translates.\n"
+                "The target's files also run elsewhere, without the drafter. The drafter's do not pair with them there: it has "
+                f"token numbers of its own, which {self.manifest.drafter.vocabulary} maps and edgespec translates.\n"
             )
         else:
             text = engine_sections(commands_of(self.manifest), rates_of(self.evaluation))
@@ -180,7 +180,7 @@ class Card:
             "## Limits\n\n"
             f"- The drafter serves this target and its tokenizer only, up to {context:,} tokens of context.\n"
             "- α and τ are those of prompts like the held-out ones; on other topics, languages or templates they are lower, and "
-            "speculation can then cost more than it gains. The text stays the target's all the same.\n"
+            "speculation can then cost more than it gains. The text is still the target's.\n"
             "- Whether it is faster depends on the machine: `edgespec doctor .` measures that.\n"
         )
 

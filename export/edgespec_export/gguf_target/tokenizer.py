@@ -200,7 +200,9 @@ def _byte_level(tables: Tables) -> dict[str, Any]:
     for merge in merges:
         left, space, right = merge.partition(" ")
         if not space or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise InputError(f"{tables.file} has the merge {merge[:60]!r} of what are no tokens; {AGAIN}")
+            raise InputError(
+                f"{tables.file} has the merge {merge[:60]!r}, whose parts or result are no tokens; {AGAIN}"
+            )
     pairs = [merge.split(" ", 1) for merge in merges]
     return _spec(
         tables,

@@ -129,7 +129,7 @@ def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:
     if window is not None and window < length:
         raise InputError(
             f"{folder} attends to the last {window} tokens only, and the KV cache is to hold {length}; "
-            f"give {window} or less: --export.npu-length to a build, --context to export with --device"
+            f"give {window} or less: build-drafter --export.npu-length, or export --device ... --context"
         )
 
 

@@ -119,7 +119,9 @@ def finish(folder: Path, model_folder: Path, config: Mapping[str, Any]) -> None:
     border, tables = _tables(model_folder, family)
     for name, table in tables:
         if name not in places:
-            raise EdgespecError(f"{path} has no {name}; this onnxruntime-genai names RoPE's tables otherwise")
+            raise EdgespecError(
+                f"{path} has no {name}; this onnxruntime-genai names RoPE's tables differently"
+            )
         _replace(folder, places[name], table)
     if border is not None:
         model.metadata_props.add(key=ROPE_BORDER, value=str(border))
@@ -228,5 +230,5 @@ def _scale_embedding(graph: Any, shape: ModelShape, path: Path) -> None:
             node.input[1] = "model.embed_tokens.scale"  # its own: the constant may serve other nodes
             return
     raise EdgespecError(
-        f"{path} does not scale its embeddings; this onnxruntime-genai writes Gemma otherwise"
+        f"{path} does not scale its embeddings; this onnxruntime-genai writes Gemma differently"
     )

@@ -76,7 +76,7 @@ def join_states(graph_file: Path, early: tuple[int, ...], matrix: np.ndarray) ->
     found = {name: node.output[0] for node in graph.node for name in {*norms} & {*node.input}}
     if len(found) < len(norms) or HIDDEN_STATES not in {output.name for output in graph.output}:
         raise EdgespecError(
-            f"{graph_file} gives no states of the layers {list(early)}; this onnxruntime-genai writes layers otherwise"
+            f"{graph_file} gives no states of the layers {list(early)}; this onnxruntime-genai writes layers differently"
         )
     last = AT + "last"
     for node in graph.node:

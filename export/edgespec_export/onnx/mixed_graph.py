@@ -102,7 +102,7 @@ def write_graphs(
     model = onnx.load(source / "model.onnx", load_external_data=False)
     sizes = _sizes(model.graph)
     if not set(sizes) - {TABLE}:
-        raise EdgespecError(f"{source} has no MatMulNBits; this onnxruntime-genai quantises otherwise")
+        raise EdgespecError(f"{source} has no MatMulNBits; this onnxruntime-genai quantises differently")
     replaced = {f"{stem}{SUFFIX}{end}" for stem in sizes for end in ("_Q4", "_scales")} | {f"{TABLE}.weight"}
     kept = [tensor for tensor in model.graph.initializer if tensor.name not in replaced]
     parts: dict[str, list[_Part]] = {}
@@ -169,7 +169,7 @@ def _rewrite(
         elif node.op_type == "GatherBlockQuantized":
             if node.input[0] not in heads:
                 raise EdgespecError(
-                    f"{node.name} does not read the output head; this onnxruntime-genai writes int4 otherwise"
+                    f"{node.name} does not read the output head; this onnxruntime-genai writes int4 differently"
                 )
             made.embedding(node, parts[HEAD])
         elif node.op_type == "Gather" and node.input[0] == f"{TABLE}.weight":

@@ -45,7 +45,7 @@ def attend_one_more_row(graph_file: Path) -> bool:
     attentions = [node for node in model.graph.node if node.op_type == ATTENTION]
     if not attentions:
         raise EdgespecError(
-            f"{graph_file} has no {ATTENTION}; this onnxruntime-genai writes attention otherwise"
+            f"{graph_file} has no {ATTENTION}; this onnxruntime-genai writes attention differently"
         )
     told = any(name for node in attentions for name in node.input[BY_ROW])
     if told or any(entry.key == ROPE_BORDER for entry in model.metadata_props):

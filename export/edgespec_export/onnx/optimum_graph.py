@@ -32,7 +32,7 @@ class Options:
         help="model folder in Hugging Face layout, the target's or the drafter's", positional=True
     )
     out: str = knob(help="folder to write", positional=True)
-    new_tokens: int = knob(32, "tokens of greedy text held against torch", at_least=1)
+    new_tokens: int = knob(32, "tokens of greedy text compared with torch", at_least=1)
     json: str = json_knob()
 
 
@@ -89,7 +89,7 @@ def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
             )
             copy_tokenizer(model, folder)
             bar.update(1)
-            bar.set_postfix_str("hold it against torch")
+            bar.set_postfix_str("compare it with torch")
             return check(model, folder, new_tokens)
 
 
@@ -137,7 +137,7 @@ def check(model: Path, graph: Path, new_tokens: int) -> Checked:
     checked = Checked(largest, same, max(map(len, tokens)))
     if largest > LOGITS_BOUND or same < checked.tokens:
         raise CheckFailed(
-            f"optimum's graph of {model} parts from torch: largest logit difference {largest:.1e} (bound {LOGITS_BOUND:.0e}), "
+            f"optimum's graph of {model} differs from torch: largest logit difference {largest:.1e} (bound {LOGITS_BOUND:.0e}), "
             f"greedy tokens {same} of {checked.tokens} equal"
         )
     return checked

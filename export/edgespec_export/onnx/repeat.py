@@ -70,7 +70,7 @@ def lengthen(graph: Any, layers: int) -> None:
     second = [place for place, node in enumerate(nodes) if layer_of(node.name) == 1]
     if not second:
         raise EdgespecError(
-            "the exported graph has no nodes of a layer 1; this onnxruntime-genai names them otherwise"
+            "the exported graph has no nodes of a layer 1; this onnxruntime-genai names them differently"
         )
     split = second[-1] + 1
     middle = [_moved_node(nodes[place], by) for by in range(1, layers - 1) for place in second]

@@ -59,7 +59,7 @@ def smoothed(family: Family, kept: dict[str, Array]) -> Iterator[None]:
         if own is not None:
             setattr(AutoModelForCausalLM, name, own)
     if not kept:
-        raise EdgespecError("this onnxruntime-genai loads models otherwise than with transformers")
+        raise EdgespecError("this onnxruntime-genai does not load models with transformers")
 
 
 def smooth(model: Any, family: Family) -> dict[str, Array]:

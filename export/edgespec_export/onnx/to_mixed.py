@@ -82,7 +82,7 @@ def parts_of(stem: str, names: set[str]) -> list[tuple[str, int, int]]:
         if stem.endswith(f".{part}") and joined in names:
             return [(joined, place, 2)]
     raise EdgespecError(
-        f"the graph has a matrix {stem}, and the checkpoint no tensor {plain}; this onnxruntime-genai names it otherwise"
+        f"the graph has a matrix {stem}, and the checkpoint no tensor {plain}; this onnxruntime-genai names it differently"
     )
 
 

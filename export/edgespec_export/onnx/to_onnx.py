@@ -158,7 +158,7 @@ def write_fast_graph(folder: Path) -> None:
     ]
     if not levels:
         raise EdgespecError(
-            f"{folder / 'model.onnx'} has no MatMulNBits with an accuracy level; this onnxruntime-genai quantises otherwise"
+            f"{folder / 'model.onnx'} has no MatMulNBits with an accuracy level; this onnxruntime-genai quantises differently"
         )
     for level in levels:
         level.i = FAST_ACCURACY_LEVEL
@@ -204,7 +204,7 @@ def check_widths(shape: ModelShape, name: str) -> None:
     if shape.vocab_size in (*shape.row_lengths, shape.kv_heads * shape.head_dim):
         raise InputError(
             f"{name} has a vocabulary of {shape.vocab_size}, and matrices in its layers have as many rows; the ONNX model "
-            "builder would mistake one of them for the output head: choose another width, or llama.cpp alone"
+            "builder would mistake one of them for the output head: choose another width, or only llama.cpp"
         )
 
 

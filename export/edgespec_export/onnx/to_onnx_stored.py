@@ -65,7 +65,7 @@ def share_int8_table(folder: Path) -> None:
     readers = [node for node in graph.node if TABLE in node.input]
     if [node.op_type for node in readers] != ["Gather"] or f"{HEAD}_Q8" not in tensors:
         raise EdgespecError(
-            f"{folder} does not read {TABLE} with one Gather; this onnxruntime-genai writes int8 otherwise"
+            f"{folder} does not read {TABLE} with one Gather; this onnxruntime-genai writes int8 differently"
         )
     width = tensors[TABLE].dims[1]
     reader, at = readers[0], "/widen/embed_tokens/"
@@ -96,7 +96,7 @@ def widen_int8(folder: Path) -> None:
     graph = model.graph
     nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
     if not nodes:
-        raise EdgespecError(f"{folder} has no MatMulNBits; this onnxruntime-genai writes int8 otherwise")
+        raise EdgespecError(f"{folder} has no MatMulNBits; this onnxruntime-genai writes int8 differently")
     made = Nodes()
     for node in nodes:
         settings = {attribute.name: attribute.i for attribute in node.attribute}

@@ -1,4 +1,4 @@
-"""Hold every file of a bundle against the models it was made of, its tokenizers against theirs, and measure the exported pairs.
+"""Check every file of a bundle against the models it was made of, its tokenizers against theirs, and measure the exported pairs.
 
 Exit code 1, with the tables, where a bound is broken. Without the models' folders (--models; those of the build the bundle lies
 in are found) the files are held against each other, and what could not be checked is said.

@@ -54,7 +54,7 @@ def write_rounded(target: Path, out: Path, precision: str) -> dict[str, Any]:
         missing = {name for name in missing if not _is_left_out(checkpoint, name)}
         if missing:
             raise EdgespecError(
-                f"the {precision} file of {target} has no {min(missing)}; this exporter names it otherwise"
+                f"the {precision} file of {target} has no {min(missing)}; this exporter names it differently"
             )
     return {"precision": precision, "tensors": len(tensors)}
 

@@ -195,7 +195,7 @@ def _check_gguf(
         _take(check, compare(reference, tokenizer, texts, known))
     if check.comparison and check.comparison.excused:
         check.notes.append(
-            f"llama.cpp splits {len(check.comparison.excused)} texts otherwise, which no file can change: {'; '.join(beyond)}"
+            f"llama.cpp splits {len(check.comparison.excused)} texts differently, which no file can change: {'; '.join(beyond)}"
         )
 
 

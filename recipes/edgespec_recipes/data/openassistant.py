@@ -43,9 +43,7 @@ def trees_of(rows: Numbered) -> tuple[list[tuple[str, Tree]], int]:
     found, left_out = _names_below(roots), _names_below(orphans)
     if circle := nodes.keys() - found - left_out:
         name = min(circle)
-        raise InputError(
-            f"{nodes[name][0]}: the message {name!r} answers itself, over its parents; mend its parent_id"
-        )
+        raise InputError(f"{nodes[name][0]}: the message {name!r} is its own ancestor; correct its parent_id")
     return roots, len(left_out)
 
 

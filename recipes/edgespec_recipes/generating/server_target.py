@@ -218,7 +218,7 @@ class ServerTarget:
     def _check_ids(self) -> None:
         if not self.sends_ids:
             raise InputError(
-                f"{self.where} takes prompts as text alone, so its log-probabilities cannot be held against token ids; {ELSE}"
+                f"{self.where} takes prompts only as text, so its log-probabilities cannot be matched to token ids; {ELSE}"
             )
 
     def _document(self, row: dict[str, np.ndarray], places: np.ndarray, top_k: int) -> np.ndarray:

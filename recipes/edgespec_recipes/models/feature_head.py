@@ -208,7 +208,7 @@ def save_head(head: FeatureHead, folder: Path, provenance: dict[str, Any]) -> No
 def load_head(folder: Path) -> FeatureHead:
     """Raises InputError where the folder holds no head, or weights of another shape."""
     if not (folder / HEAD_FILE).is_file():
-        raise InputError(f"{folder} has no {HEAD_FILE}; give the folder of a feature drafter")
+        raise InputError(f"{folder} has no {HEAD_FILE}; give the folder of a head")
     try:
         numbers = read_json(folder / HEAD_FILE)["shape"]
         shape = HeadShape(**{**numbers, "target_layers": target_layers(folder)})
@@ -216,7 +216,5 @@ def load_head(folder: Path) -> FeatureHead:
         weights = {name: torch.from_numpy(value) for name, value in head_weights(folder).items()}
         head.load_state_dict(weights)
     except (TypeError, KeyError, RuntimeError) as error:
-        raise InputError(
-            f"{folder} is not a feature drafter: {str(error)[:200]}; build the drafter again"
-        ) from error
+        raise InputError(f"{folder} is not a head: {str(error)[:200]}; build the drafter again") from error
     return head

@@ -100,8 +100,8 @@ class JoinedRows(Store):
             seen, wanted = ((one.target, one.vocab_size, one.layers) for one in (other, first))
             if seen != wanted:
                 raise InputError(
-                    f"what was written is of the target {first.target[:12]} and what was read of {other.target[:12]}; remove the "
-                    "folder of the older one and run the same command again"
+                    f"the written rows come from the target {first.target[:12]} and the read rows from {other.target[:12]}; "
+                    "remove the folder of the older one and run the same command again"
                 )
         self.parts, self.vocab_size = parts, first.vocab_size
         self.starts = np.cumsum([0, *map(len, parts)])

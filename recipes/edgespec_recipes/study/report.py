@@ -18,6 +18,8 @@ Row = Mapping[str, Any]
 DOMAIN_NAMES = {"in": "in domain", "out": "out of domain"}
 READING = """## How to read this
 
+An arm is one way to make the drafter; every arm is trained and measured with every seed.
+
 τ is the tokens emitted per target pass, α the rate at which tested draft tokens are accepted, teacher-forced α the mean overlap
 Σ min(p, q) over the target's own responses, MBSU = τ / (cγ + 1) with c by parameters. All are expected values given those
 responses: no draft token is drawn, all ways to cut a response into blocks are summed (`edgespec_recipes/evaluation/expected.py`).
@@ -137,7 +139,7 @@ class Report:
             )
             lines.append(
                 f"It is {shown(behind, 3)} ahead of the second, {others[0]['arm']}. {sure} (The winner is chosen on the "
-                "prompts it is measured on, so its lead is seen from its best side.)"
+                "prompts it is measured on, so its lead may be overestimated.)"
             )
         changes = given["arms"][first["arm"]]["changes"]
         if changes:
@@ -320,6 +322,7 @@ class Report:
         """The whole report; `pictures` are (title, file name) shown behind the claims."""
         parts = [
             self.header(),
+            READING,
             self.default(),
             self.claims(),
             *(f"![{title}]({file})" for title, file in pictures),
@@ -328,7 +331,6 @@ class Report:
             self.check(),
             self.all_figures(),
             self.what_was_run(),
-            READING,
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -144,14 +144,14 @@ class Replay:
 def run(given: dict[str, Any], build: Build) -> int:
     """The bench of `--synthetic NAME`. `build` (name, engine, precision) makes or finds the files.
 
-    Raises InputError: an option that says nothing here; no engine and precision that can be run, with the reason of the first.
+    Raises InputError: an option that has no effect here; no engine and precision that can be run, with the reason of the first.
     """
     options = from_mapping(Options, given)
     options = replace(options, mode=options.mode or EXACT)
     strange = sorted(set(given) - SHARED - OWN)
     if strange:
         raise InputError(
-            f"{strange[0].replace('_', '-')} says nothing of --synthetic, which has no bundle and no prompts; leave it out"
+            f"{strange[0].replace('_', '-')} has no effect with --synthetic, which has no bundle and no prompts; leave it out"
         )
     temperatures = (options.temperature,) if "temperature" in given else TEMPERATURES
     lengths: tuple[int | None, ...] = options.draft_lengths if "draft_lengths" in given else (None,)

@@ -133,6 +133,6 @@ def _greet(chat: Chat) -> None:
     if options.draft and options.drafter not in (None, MODEL):
         drafter += f", {options.drafter}"
     name = pair.manifest.target.name
-    chat.view.note(f"{harmless(name)}: {pair.backend} {pair.precision}, {drafter}. /help tells the commands.")
+    chat.view.note(f"{harmless(name)}: {pair.backend} {pair.precision}, {drafter}. /help lists the commands.")
     if options.draft and options.colour:
         chat.view.legend()

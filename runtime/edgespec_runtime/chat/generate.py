@@ -70,7 +70,7 @@ def run(given: dict[str, Any]) -> int:
     if not text.strip():
         raise InputError("the prompt is empty; give some text")
     if options.raw and options.system:
-        raise InputError("--raw takes the text alone, and --system is for a chat; leave one of them out")
+        raise InputError("--raw takes only the text, and --system is for a chat; leave one of them out")
     decoding = options if options.draft else plain(options)
     pair = open_pair(Path(options.bundle), options, decoding.needs_model, manifest)
     try:

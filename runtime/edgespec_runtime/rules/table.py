@@ -154,11 +154,11 @@ RULES: dict[str, Kind] = {
         lambda _: ReproducibleRule(),
     ),
     "match-greedy": Kind(
-        "lossless, as engines do that draft greedily and keep what a target sample equals",
+        "lossless; the draft token is argmax q, and stays if a sample from p equals it",
         lambda _: dataclasses.replace(MATCHING, draft_greedily=True),
     ),
     "match-sampled": Kind(
-        "lossless, as engines do that draft by sampling and keep what a target sample equals",
+        "lossless; the draft token is sampled from q, and stays if a sample from p equals it",
         lambda _: MATCHING,
     ),
     "lenient-lin": Kind("accept with min(1, p/(ε q))", lambda o: lenience(lambda p: p / o.epsilon), Lenience),

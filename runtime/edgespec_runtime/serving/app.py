@@ -124,9 +124,7 @@ class _Answers:
                     data += chunk
                     self._reading += len(chunk)
                     if len(data) > MAX_BODY:
-                        raise Refused(
-                            413, f"the body has more than {MAX_BODY} bytes; at most so many are read"
-                        )
+                        raise Refused(413, f"the body has more than {MAX_BODY} bytes; send a shorter one")
                     if self._reading > MAX_BODIES:
                         raise self._busy("too many requests are being read")
             yield data

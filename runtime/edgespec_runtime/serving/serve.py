@@ -47,7 +47,7 @@ class Options(LoadOptions):
     )
     cors: tuple[str, ...] = knob(
         (),
-        "pages that a browser lets ask this server, as https://example.org; * for all (default: none but its own)",
+        "origins whose pages may call this server from a browser, as https://example.org; * for all (default: none but its own)",
     )
 
     def __post_init__(self) -> None:

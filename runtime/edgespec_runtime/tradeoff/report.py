@@ -56,7 +56,7 @@ class Summary:
     """One arm over all prompts, each interval from resampled prompts.
 
     Attributes:
-        quality: mean score by metric. behind: it less AR-large's, paired by prompt.
+        quality: mean score by metric. behind: it minus AR-large's, paired by prompt.
         latency: decoding seconds per emitted token / those of AR-large on the same prompts; prefill is apart in both.
         passes: target passes per emitted token, the cost that no machine changes; 0 for the drafter alone.
         rejection_rate: rejected / tested draft tokens; None where the target tests none.
@@ -136,7 +136,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def points_table(study: Study, summaries: Sequence[Summary], *, markdown: bool = False) -> str:
     """A row for every arm: quality, latency, target passes, rejections."""
-    quality = [words for name in study.metrics for words in (study.label(name), "less AR-large's [95 %]")]
+    quality = [words for name in study.metrics for words in (study.label(name), "minus AR-large's [95 %]")]
     headers = ("", "", *quality, "latency [95 %]")
     rows = [
         (

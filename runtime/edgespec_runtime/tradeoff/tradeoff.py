@@ -278,7 +278,7 @@ def run(given: dict[str, Any]) -> int:
         raise InputError("give either a BUNDLE to measure, or --render FILE.json,... to report again")
     if options.render and (options.json or options.title):
         raise InputError(
-            "--json and --title belong to what is measured, and --render reads what was; leave one of them out"
+            "--json and --title have no effect with --render, which measures nothing; leave one of them out"
         )
     if options.plot:
         require_matplotlib()

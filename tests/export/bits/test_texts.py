@@ -24,10 +24,10 @@ def test_no_text_is_in_both_parts() -> None:
 
 def test_too_little_text_is_refused_with_how_much_is_needed() -> None:
     with pytest.raises(
-        InputError, match=f"at least {2 * LEAST} tokens that the target wrote.* given 200 count"
+        InputError, match=f"at least {2 * LEAST} tokens that the target wrote.* texts have 200 "
     ):
         split(texts(5), context=256)
-    with pytest.raises(InputError, match="given 0 count"):
+    with pytest.raises(InputError, match="texts have 0 "):
         split([Text([1, 2, 3], 3)] * 100, context=256)
     assert split(texts(2 * LEAST // 40 + 2), context=256)
 

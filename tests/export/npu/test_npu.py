@@ -185,7 +185,7 @@ def test_rope_scaling_is_torchs_own(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         (
             {"model_type": "mistral", "sliding_window": 64},
-            "last 64 tokens only.*hold 128; give 64 or less: --export.npu-length to a build",
+            "last 64 tokens only.*hold 128; give 64 or less: build-drafter --export.npu-length",
         ),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -312,7 +312,7 @@ def test_a_deep_tree_is_no_trouble(tmp_path: Path) -> None:
         ([node("p0", None), node("p0", None)], r"a.jsonl:2 has the message_id 'p0' of .*a.jsonl:1"),
         (
             [node("p0", None), node("p1", "a2"), node("a2", "p1")],
-            r"a.jsonl:3: the message 'a2' answers itself",
+            r"a.jsonl:3: the message 'a2' is its own ancestor; correct its parent_id",
         ),
         ([node("p0", None), {**node("a1", "p0"), "role": "robot"}], r"a.jsonl:1 has the role 'robot'"),
         ([node("p0", None), {**node("a1", "p0"), "message_id": 7}], r"a.jsonl:2 has the message_id 7"),

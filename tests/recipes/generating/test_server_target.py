@@ -214,7 +214,7 @@ def test_prompts_go_as_text_where_ids_are_not_taken(
         target_at(server.url, root, prompts="ids")
     with (
         spoiling(url, texts) as server,
-        pytest.raises(InputError, match=r"takes prompts as text alone.*--distill.target-side live"),
+        pytest.raises(InputError, match=r"takes prompts only as text.*--distill.target-side live"),
     ):
         store_targets(
             tmp_path, root / "target", response_rows([([5], [6, 2])], 8), 4, inference=at(server.url)
@@ -342,7 +342,7 @@ def test_before_a_build_a_server_is_asked_for_distributions(root: Path, url: str
     check_source(target, how, TOP_K)
     with pytest.raises(InputError, match="400"):
         check_source(target, how, 400)  # more than it gives
-    with pytest.raises(InputError, match=r"takes prompts as text alone.*--distill.target-side live"):
+    with pytest.raises(InputError, match=r"takes prompts only as text.*--distill.target-side live"):
         check_source(target, replace(how, prompts="text"), TOP_K)
     check_source(target, replace(how, prompts="text"))  # that is enough to write responses
 

@@ -188,7 +188,9 @@ def test_joined_rows_are_those_of_their_folders(folder: Path, written: Path, tmp
     other = make_model_folder(tmp_path / "other" / TARGET, context=256, seed=5)
     source = str(folder / "answered.jsonl")
     read_conversations(tmp_path / "of-other", other, source, PLENTY, 256, HOW, TOP_K, PLENTY)
-    with pytest.raises(InputError, match="what was written is of the target"):
+    with pytest.raises(
+        InputError, match=r"from the target .* and the read rows from .*remove the folder of the older one"
+    ):
         JoinedRows([parts[0], WrittenRows(tmp_path / "of-other", CONTEXT)])
 
 

@@ -233,8 +233,8 @@ def test_rows_behind_the_last_prompt_are_not_checked(
         ([], "give either a BUNDLE to measure, or --render"),
         (["B", "--render", "x.json"], "give either a BUNDLE to measure, or --render"),
         (["--render", "x.json"], "x.json is missing"),
-        (["--render", "x.json", "--title", "T"], "--json and --title belong to what is measured"),
-        (["--render", "x.json", "--json", "y.json"], "--json and --title belong to what is measured"),
+        (["--render", "x.json", "--title", "T"], "--json and --title have no effect with --render"),
+        (["--render", "x.json", "--json", "y.json"], "--json and --title have no effect with --render"),
     ],
 )
 def test_bad_flags(
