@@ -249,7 +249,7 @@ def test_an_extra_that_is_not_installed_is_named(bundle: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.delitem(sys.modules, "edgespec_export.gguf.quantize", raising=False)
     with pytest.raises(
-        MissingExtra, match=r"edgespec.verify needs gguf, .* pip install 'edgespec\[export\]'"
+        MissingExtra, match=r'edgespec.verify needs gguf, .* pip install "edgespec\[export\]"'
     ):
         edgespec.verify(bundle)
 

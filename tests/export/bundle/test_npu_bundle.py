@@ -147,6 +147,6 @@ def test_what_cannot_be_opened_is_said(bundle: Path, monkeypatch: pytest.MonkeyP
         open_pair(bundle, LoadOptions(engine="openvino", precision="int4"))
     monkeypatch.setitem(sys.modules, "openvino", None)
     static_program._core.cache_clear()
-    with pytest.raises(MissingExtra, match=r"pip install 'edgespec\[openvino\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "edgespec\[openvino\]"'):
         open_pair(bundle, LoadOptions(engine="openvino", precision="fp32"))
     static_program._core.cache_clear()

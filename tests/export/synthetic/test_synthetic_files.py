@@ -187,7 +187,7 @@ def test_a_failed_export_keeps_its_log_and_nothing_else(
 def test_a_missing_exporter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     to_onnx._builder.cache_clear()
     monkeypatch.setitem(sys.modules, "onnxruntime_genai.models", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'edgespec\[export\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "edgespec\[export\]"'):
         write_onnx(SMALL_SHAPE, tmp_path / "model", "int4")
     assert list(tmp_path.iterdir()) == []
 

@@ -117,7 +117,7 @@ def test_what_this_machine_cannot_do_is_said(target: Path, how: dict[str, object
 
 def test_bits_need_their_package(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     monkeypatch.setattr(low_memory, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'edgespec\[bits\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "edgespec\[bits\]"'):
         load_target(target, InferenceOptions(bits=4), torch.device("cuda", 0))
 
 
