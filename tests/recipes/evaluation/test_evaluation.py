@@ -139,7 +139,7 @@ def test_an_evaluation_that_goes_on_another_day_has_its_first_prompts(
     options = replace(options, prompts=2, max_new_tokens=4, draft_lengths=(1,))
     evaluate(out, target, {"distilled": folders["stranger"]}, options, 0, RATIO)
     before = (out / "evaluation.json").read_bytes()
-    (out / "settings" / "distilled-t0-p1-agreement.json").unlink()
+    (out / "settings" / "distilled-t0.6-p0.9-agreement.json").unlink()
     evaluate(out, target, {"distilled": folders["stranger"]}, options, 0, RATIO)
     assert (out / "evaluation.json").read_bytes() == before
 
