@@ -52,7 +52,6 @@ def test_older_folders_of_the_same_name_go(tmp_path: Path) -> None:
     names = [
         "a[1]-0123abcd",
         "a[1]-2-0123abcd",
-       
         "a1-0123abcd",
         "a[1]-00000000",
         "a[1]-ffffffff",

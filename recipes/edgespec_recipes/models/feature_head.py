@@ -216,5 +216,6 @@ def load_head(folder: Path) -> FeatureHead:
         weights = {name: torch.from_numpy(value) for name, value in head_weights(folder).items()}
         head.load_state_dict(weights)
     except (TypeError, KeyError, RuntimeError) as error:
-        raise InputError(f"{folder} is not a head: {str(error)[:200]}; build the drafter again") from error
+        why = " ".join(str(error).split())[:200]  # torch's has several lines
+        raise InputError(f"{folder} is not a head: {why}; build the drafter again") from error
     return head
