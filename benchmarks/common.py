@@ -27,6 +27,14 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
     )
 
 
+def given_paths(doc: str | None, arguments: list[str] | None, *names: str) -> argparse.Namespace:
+    """The arguments of a program that takes these paths and nothing else."""
+    parser = command_line(doc)
+    for name in names:
+        parser.add_argument(name, type=Path)
+    return parser.parse_args(arguments)
+
+
 def words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 

@@ -15,7 +15,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from common import command_line
+from common import given_paths
 
 from edgespec.core.files import write_jsonl
 
@@ -35,10 +35,7 @@ def prompts(chats: list[list[dict[str, str]]], count: int, seed: int) -> list[di
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(__doc__)
-    for name in ("train", "held_out", "out"):
-        parser.add_argument(name, type=Path)
-    return parser.parse_args(arguments)
+    return given_paths(__doc__, arguments, "train", "held_out", "out")
 
 
 def main(arguments: list[str] | None = None) -> None:

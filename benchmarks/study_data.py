@@ -21,10 +21,9 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from common import command_line
+from common import given_paths
 from dialogue_data import dialogues, prompts
 
 from edgespec.core.files import read_jsonl, write_jsonl
@@ -61,10 +60,7 @@ def out_of_domain(texts: list[str], seed: int) -> list[Row]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(__doc__)
-    for name in ("sources", "out"):
-        parser.add_argument(name, type=Path)
-    return parser.parse_args(arguments)
+    return given_paths(__doc__, arguments, "sources", "out")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -11,9 +11,8 @@ SOURCES holds sgd_dialogues/sgd_dev.jsonl.gz (Schema-Guided Dialogue as messages
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from common import command_line
+from common import given_paths
 from dialogue_data import dialogues, prompts
 from study_data import HELD_OUT, answered, solved
 
@@ -21,10 +20,7 @@ from edgespec.core.files import read_jsonl, write_jsonl
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(__doc__)
-    for name in ("sources", "out"):
-        parser.add_argument(name, type=Path)
-    return parser.parse_args(arguments)
+    return given_paths(__doc__, arguments, "sources", "out")
 
 
 def main(arguments: list[str] | None = None) -> None:
