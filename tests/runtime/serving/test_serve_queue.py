@@ -57,7 +57,8 @@ def test_beyond_the_queue_a_client_is_told_when_to_come_back(bundle: Path) -> No
         assert seen["edgespec_requests_total{/v1/completions,503}"] == 2
         gate.passes.release(100)
         assert [one.result()[0] for one in inside] == [200, 200]
-        assert metrics(server.url)["llamacpp:requests_processing"] == 0
+        # the last byte of an answer is sent before its request counts as done
+        until(lambda: metrics(server.url)["llamacpp:requests_processing"] == 0)
 
 
 def test_eight_at_once_are_answered_as_one_alone(bundle: Path) -> None:
