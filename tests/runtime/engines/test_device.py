@@ -106,6 +106,31 @@ def test_threads_of_this_process_that_do_other_work_hold_processors_too() -> Non
             other.join()
 
 
+def test_threads_that_spin_behind_a_pass_are_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's held a fifth of the processors there, so that no chat on that machine kept its costs."""
+    cores, done = this_device().cores, Event()
+
+    def spin() -> None:
+        while not done.is_set():
+            hashlib.sha256(bytes(2**20))
+
+    others = [Thread(target=spin) for _ in range(2 * cores)]
+
+    def asleep(seconds: float) -> None:
+        assert seconds == device.SPINNING
+        done.set()
+        for other in others:
+            other.join()
+
+    monkeypatch.setattr(device, "sleep", asleep)
+    for other in others:
+        other.start()
+    try:
+        assert free_share(cores) > 0.5  # a third while they spin
+    finally:
+        done.set()
+
+
 def test_memory_is_read_at_some_speed() -> None:
     assert 1e8 < read_bandwidth(2, size=2**24 + 4) < 1e13
 
