@@ -2,8 +2,9 @@
 
 Small targets run as floats and are not timed (write.py). A file is timed in both modes: the exact one, whose blocks have the
 logits of single steps, and the fast one. Fast is the default where exact kernels slow plain decoding below EXACT_SHARE of it.
-A device's own precision goes before speed, because the device is another machine. A changed file is the default only where the
-bundle has no other, and the reason then says so.
+Files within a tenth of the fastest count as fast as it, and the one that drafts speed up most is taken: text that repeats itself
+gains more than α promises. A device's own precision goes before speed, because the device is another machine. A changed file is
+the default only where the bundle has no other, and the reason then says so.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from edgespec_export.verify.file_check import has_engine
 
 # of the fast mode's plain token rate: with less, exactness costs more than speculation brings
 EXACT_SHARE = 0.9
+# of the fastest file's rate: with more, a file counts as equally fast, since two timings of one file differ by a tenth
+AS_FAST = 0.9
 TIMED_FILES = "timed"  # among the manifest's metrics: the files among which the default was chosen
 ANOTHER_MODEL = "changed: another model"
 TIMED = CalibrateOptions(seconds=1.5, contexts=(256,))
@@ -110,8 +113,16 @@ def pick(timed: Sequence[Timed], preferred: Preferred | None = None) -> dict[str
         chosen, reason = wished, f"{preferred.by}; {_rates(wished)} where the bundle was made"
     else:
         bound = min(CLOSE, max(one.kept for one in modes.values()))  # else those that keep most
-        chosen = max((one for one in modes.values() if one.kept >= bound), key=lambda one: one.best)
-        reason = f"the fastest of {len(modes)} where the bundle was made: {_rates(chosen)}"
+        good = [one for one in modes.values() if one.kept >= bound]
+        fastest = max(good, key=lambda one: one.best)
+        near = [one for one in good if one.best >= AS_FAST * fastest.best]
+        chosen = max(near, key=lambda one: (one.best / one.plain, one.best))
+        rank = (
+            "the fastest"
+            if chosen is fastest
+            else "gains most from drafts, and is within a tenth of the fastest"
+        )
+        reason = f"{rank} of {len(modes)} where the bundle was made: {_rates(chosen)}"
     left = [(one.precision, one.kept) for one in modes.values() if one is not chosen]
     reason += f"; {keeps(chosen.kept)}{_left_out(left)}"
     fast = " ".join(f"{engine}/{precision}" for (engine, precision), one in modes.items() if one.mode == FAST)

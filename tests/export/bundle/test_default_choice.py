@@ -39,6 +39,18 @@ def test_the_fastest_file_with_the_same_answers() -> None:
     assert "the fastest of 3 where the bundle was made: 140 tokens a second, 110 plainly" in chosen["reason"]
 
 
+@pytest.mark.parametrize(("rate", "precision"), [(154.0, "int8"), (156.0, "q4_1")])
+def test_of_files_as_fast_the_one_that_drafts_speed_up_most(rate: float, precision: str) -> None:
+    """140 is 0.91 of 154 and 0.897 of 156."""
+    chosen = pick([*INT8, Timed("llama.cpp", "q4_1", EXACT, kept=1.0, plain=rate, best=rate)])
+    assert chosen["precision"] == precision
+    assert chosen["reason"].startswith(
+        "gains most from drafts, and is within a tenth of the fastest of 2"
+        if precision == "int8"
+        else "the fastest"
+    )
+
+
 def test_exact_where_it_costs_little() -> None:
     assert pick(Q4_1)["fast"] == ""
     assert pick(Q4_1)["reason"].startswith("the fastest of 1 where the bundle was made: 118 tokens")
