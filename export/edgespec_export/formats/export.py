@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from edgespec_runtime.untrusted.gguf_file import read_header
+
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.manifest import ROLES
@@ -263,13 +265,11 @@ def streamed_bytes(file: ExportedFile, *, fast: bool = False) -> int:
 
 def _gguf_tables(file: ExportedFile) -> list[tuple[int, int]]:
     """(bytes, how many rows share them) of every tensor; 1 where a token reads it whole."""
-    from gguf import GGUFReader
-
-    tensors = GGUFReader(file.path).tensors
-    untied = any(tensor.name == "output.weight" for tensor in tensors)
+    tensors = read_header(file.path).tensors
+    untied = "output.weight" in tensors
     return [
-        (int(tensor.n_bytes), int(tensor.shape[-1]) if untied and tensor.name == "token_embd.weight" else 1)
-        for tensor in tensors
+        (tensor.size, tensor.shape[0] if untied and name == "token_embd.weight" else 1)
+        for name, tensor in tensors.items()
     ]
 
 

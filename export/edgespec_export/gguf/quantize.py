@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from edgespec_runtime.untrusted.gguf_file import Header
-from gguf import GGUFReader
+from edgespec_runtime.untrusted.gguf_file import Header, read_header
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from gguf.constants import GGMLQuantizationType as Kind
 
@@ -95,14 +94,15 @@ def quantize_file(source: Path, out: Path, precision: Precision) -> list[str]:
         raise write_error(out, OSError(reason())) or EdgespecError(
             f"llama.cpp cannot quantise {source} to {precision.file_type.name}: {reason()}; choose q8_0 or q4_0"
         )
-    # shape[0] is a row's length here: GGUF counts dimensions from the inside
-    matrices = [tensor for tensor in GGUFReader(out).tensors if len(tensor.shape) > 1]
-    odd = [tensor for tensor in matrices if int(tensor.shape[0]) % K_BLOCK]
+    tensors = read_header(out).tensors
+    odd = {
+        name: each.kind for name, each in tensors.items() if len(each.shape) > 1 and each.shape[-1] % K_BLOCK
+    }
     if not odd:
         return []
-    kinds = sorted({tensor.tensor_type.name for tensor in odd})
+    kinds = sorted({Kind(kind).name for kind in odd.values()})
     return [
-        f"{len(odd)} matrices are {', '.join(kinds)} because their rows are no multiple of {K_BLOCK} ({odd[0].name} ...)"
+        f"{len(odd)} matrices are {', '.join(kinds)} because their rows are no multiple of {K_BLOCK} ({next(iter(odd))} ...)"
     ]
 
 

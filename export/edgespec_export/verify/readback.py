@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from edgespec_runtime.untrusted.gguf_file import TensorAt, metadata, read_header
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.families import Family, with_architecture
@@ -52,17 +53,14 @@ def gguf_weights(file: Path, shape: ModelShape) -> Weights:
 
     Norms lose the offset that a GGUF file adds to them; RoPE factors are left out, being no weights.
     """
-    from gguf import GGUFReader, dequantize
-
-    reader = GGUFReader(file)
-    architecture = gguf_field(reader, "general.architecture")
-    family = with_architecture(architecture)
-    for tensor in reader.tensors:
-        if tensor.name in _ROPE_TABLES:
+    header = read_header(file)
+    family = with_architecture(str(header.values.get("general.architecture")))
+    for name, tensor in header.tensors.items():
+        if name in _ROPE_TABLES:
             continue
-        match = _GGUF_NAME.fullmatch(tensor.name)
-        layer, part, kind = match.groups() if match else (None, tensor.name, "")
-        whole = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        match = _GGUF_NAME.fullmatch(name)
+        layer, part, kind = match.groups() if match else (None, name, "")
+        whole = _dequantized(file, tensor)
         if part.endswith("norm"):
             whole = whole - np.float32(family.norm_offset)
         if layer is None:
@@ -75,10 +73,18 @@ def gguf_weights(file: Path, shape: ModelShape) -> Weights:
         yield f"model.layers.{layer}.{family.gguf_parts.get(part, part)}.{kind}", whole
 
 
-def gguf_field(reader: Any, name: str) -> Any:
-    """A metadata value, or None."""
-    field = reader.get_field(name)
-    return None if field is None else field.contents()
+def _dequantized(file: Path, tensor: TensorAt) -> Array:
+    """A tensor in float32, with the shape that the header gives."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    kind = GGMLQuantizationType(tensor.kind)
+    block, size = GGML_QUANT_SIZES[kind]
+    *rows, width = tensor.shape
+    packed = np.fromfile(file, np.uint8, tensor.size, offset=tensor.start).reshape(
+        *rows, width // block * size
+    )
+    values: Array = dequantize(packed, kind)
+    return values.astype(np.float32, copy=False)
 
 
 def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list[str]:
@@ -86,10 +92,8 @@ def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list
 
     `usual`: where the file leaves one out, what llama.cpp takes then counts; else it is missing.
     """
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
-    arch = gguf_field(reader, "general.architecture")
+    header = read_header(file)
+    arch = str(header.values.get("general.architecture"))
     wanted = {
         "embedding_length": shape.hidden,
         "block_count": shape.layers,
@@ -106,7 +110,7 @@ def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list
         wanted["rope.dimension_count"] = shape.head_dim
     if shape.rope_border is not None:
         wanted["rope.scaling.original_context_length"] = shape.rope_border
-    found = {name: gguf_field(reader, f"{arch}.{name}") for name in wanted}
+    found = {name: metadata(file, header, f"{arch}.{name}") for name in wanted}
     if usual:
         size = shape.hidden // shape.heads
         taken = {
@@ -114,7 +118,7 @@ def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list
             "attention.key_length": size,
             "rope.dimension_count": found["attention.key_length"] or size,
             "rope.freq_base": 10000.0,
-            "vocab_size": len(reader.fields["tokenizer.ggml.tokens"].data),
+            "vocab_size": len(header.values["tokenizer.ggml.tokens"]),
         }
         found |= {name: taken.get(name) for name, value in found.items() if value is None}
     return [

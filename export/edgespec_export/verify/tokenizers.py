@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from edgespec_runtime.engines.llamacpp import is_available
 from edgespec_runtime.text.lookalikes import PLAIN_CHATS
 from edgespec_runtime.text.tokenizer import ChatTokenizer
+from edgespec_runtime.untrusted.gguf_file import metadata, read_header
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_json
@@ -27,7 +29,6 @@ from edgespec.stages.own_gguf import own_file
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.vocabulary import ROLES, read_vocabulary
 from edgespec_export.verify.hard_texts import Comparison, compare, torture_set
-from edgespec_export.verify.readback import gguf_field
 from edgespec_export.verify.tokenizer_files import FolderTokenizer, GgufTokenizer, JsonTokenizer
 
 REPLY = "An answer"
@@ -172,13 +173,11 @@ def _check_gguf(
 
     `subset`: the file has token numbers of its own; edgespec gives it ids, and nothing splits text with it.
     """
-    from gguf import GGUFReader
-
     if subset and not source.whole:
         check.notes.append("not compared: it has token numbers of its own")
         return
     if own_file(source.folder) is None:  # else the folder's tokenizer is made from these very tables
-        _compare_tables(check, source, GGUFReader(file.path))
+        _compare_tables(check, source, file.path)
     if subset:
         return
     if not is_available():
@@ -199,12 +198,12 @@ def _check_gguf(
         )
 
 
-def _compare_tables(check: TokenizerCheck, source: Source, reader: Any) -> None:
-    wanted = read_vocabulary(source.folder, source.config)
+def _compare_tables(check: TokenizerCheck, source: Source, file: Path) -> None:
+    wanted, stored = read_vocabulary(source.folder, source.config), partial(metadata, file, read_header(file))
     for name, key in _TABLES.items():
         if name == "scores" and not source.whole:
             continue  # they come from the tokenizer.model, which a bundle does not carry
-        mine, theirs = getattr(wanted, name), gguf_field(reader, f"tokenizer.ggml.{key}")
+        mine, theirs = getattr(wanted, name), stored(f"tokenizer.ggml.{key}")
         if isinstance(mine, list) and isinstance(theirs, list):
             place = _first_difference(mine, theirs, exact=name != "scores")
             if place is not None:
@@ -213,10 +212,10 @@ def _compare_tables(check: TokenizerCheck, source: Source, reader: Any) -> None:
         elif (mine or None) != (theirs or None):
             check.broken.append(f"{key} is {theirs!r:.60} instead of {mine!r:.60}")
     for role, word in ROLES.items():
-        mine, theirs = wanted.special_ids.get(role), gguf_field(reader, f"tokenizer.ggml.{word}_token_id")
+        mine, theirs = wanted.special_ids.get(role), stored(f"tokenizer.ggml.{word}_token_id")
         if mine != theirs and (source.whole or mine is not None):
             check.broken.append(f"{role}_token_id is {theirs} instead of {mine}")
-    if (gguf_field(reader, "tokenizer.chat_template") or None) != (wanted.chat_template or None):
+    if (stored("tokenizer.chat_template") or None) != (wanted.chat_template or None):
         check.broken.append(f"chat template is not that of {source.name}")
 
 

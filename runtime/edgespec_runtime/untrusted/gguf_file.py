@@ -127,6 +127,12 @@ def read_array(path: Path, array: ArrayAt) -> list[Any]:
         return found
 
 
+def metadata(path: Path, header: Header, name: str) -> Any:
+    """A value of the metadata, an array's as a list; None where the file has none of that name."""
+    array = header.arrays.get(name)
+    return header.values.get(name) if array is None else read_array(path, array)
+
+
 class _Header:
     def __init__(self, path: Path, data: mmap.mmap, again: str) -> None:
         self.path = path

@@ -15,12 +15,12 @@ from edgespec_export.bundle import write as write_file
 from edgespec_export.bundle.default_choice import Choice
 from edgespec_export.bundle.write import check_same_tokenizer, write_bundle
 from edgespec_export.formats.export import ExportedFile, export_pair, streamed_bytes
-from edgespec_export.verify.readback import gguf_field
 from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model, stop_ids_of
 from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 from gguf import GGUFReader
+from gguf_fields import gguf_field
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import BundleError, InputError

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from edgespec_export.gguf.to_gguf import check_gguf_possible, export_gguf
-from edgespec_export.verify.readback import gguf_field, gguf_weights
+from edgespec_export.verify.readback import gguf_weights
 from family_cases import LLAMA3, LONG
 from gguf import GGUFReader
 from gguf_cases import BOUND, CASES, TOKENS, YARN, float_logits
+from gguf_fields import gguf_field
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model_folder, torch_logits
 from transformers import AutoModelForCausalLM

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from edgespec_export.gguf.vocabulary import _GPT_4O, _LLAMA3, _QWEN2, _TEKKEN, read_vocabulary
-from edgespec_export.verify.readback import gguf_field
 from gguf import GGUFReader
+from gguf_fields import gguf_field
 from gguf_tokenizers import LLAMA2, merged, sentencepiece_folder, vectors, written
 from tiny_models import TEXTS, byte_level_tokenizer, save_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -15,9 +15,10 @@ from edgespec_export.gguf import to_gguf
 from edgespec_export.gguf.quantize import MIXED, PRECISIONS
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.verify.file_check import BOUNDS
-from edgespec_export.verify.readback import gguf_field, gguf_weights
+from edgespec_export.verify.readback import gguf_weights
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 from gguf import GGUFReader, dequantize
+from gguf_fields import gguf_field
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model_folder, torch_logits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from edgespec_export.gguf_target.model_folder import folder_of
@@ -25,14 +22,6 @@ from edgespec.recipe.targets import TARGETS, gguf_of, shape_of_target
 SMOL = "smollm2-135m-instruct"
 # llama.cpp rounds the activations of a Q4_1 matrix to 8 bits. Measured: 0.04 of the logits' spread, 94 % of the top tokens.
 ROUNDED, SAME_TOP = 0.08, 0.85
-
-
-@pytest.fixture(scope="module", autouse=True)
-def read_once() -> Iterator[None]:
-    """gguf's reader takes two seconds for this vocabulary; the tests of this module share what it read."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
-        yield
 
 
 @pytest.fixture(scope="module")
