@@ -219,9 +219,12 @@ def _run(arguments: list[str]) -> int:
         overview.print_help()
         return DONE
     from edgespec.core.output import verb_output
+    from edgespec.shell.environment import share_processors
 
     refuse_old_name(arguments)
     name, *rest = arguments
+    if name in VERBS and VERBS[name].resumes:
+        share_processors()  # its hours of torch are spent beside other programs
     module, parser = parser_of(name)
     chosen = settings(name, module, given(parser.parse_intermixed_args(rest)))
     with verb_output(chosen.values.get("json", ""), quiet=chosen.every.quiet):

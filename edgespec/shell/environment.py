@@ -11,6 +11,8 @@ HOME, CONFIG, QUIET, API_KEY = "EDGESPEC_HOME", "EDGESPEC_CONFIG", "EDGESPEC_QUI
 OPTION = "EDGESPEC_VERB_OPTION"
 READY = "ready"  # in the cache folder, the ready pairs
 HIDDEN = "(set, not shown)"
+WAIT_POLICY, SPINS = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
+FEW_SPINS = 1000  # what GNU's OpenMP itself takes where it has more threads than processors; its usual number is 300,000
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ VARIABLES = {
     "HF_HUB_OFFLINE": Variable("1: nothing is asked of the hub"),
     "HF_HOME": Variable("the hub's own cache and token"),
     "HF_HUB_CACHE": Variable("the hub's cache of models"),
+    SPINS: Variable(
+        f"Linux: how often a waiting thread of torch looks before it sleeps; builds and exports take {FEW_SPINS} if it is not set"
+    ),
+    WAIT_POLICY: Variable("how such threads wait; where it is set, GOMP_SPINCOUNT is left alone"),
     "NO_COLOR": Variable("anything: no colours"),
     "TERM": Variable("dumb: no colours, and progress as lines"),
     "RANK": Variable("torchrun sets it: this process's number"),
@@ -57,6 +63,16 @@ def shown(name: str) -> str:
     """A variable's value for people, '' where it is not set."""
     value = os.environ.get(name, "")
     return HIDDEN if value and VARIABLES[name].secret else value
+
+
+def share_processors() -> None:
+    """Have threads that wait for each other sleep soon. To be called before torch or llama.cpp is loaded: OpenMP reads it once.
+
+    Beside another program one of two threads often has no processor. The other one then spins in its place, and each of the
+    thousands of products of a second waits for the scheduler.
+    """
+    if WAIT_POLICY not in os.environ:
+        os.environ.setdefault(SPINS, str(FEW_SPINS))
 
 
 def cache_folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -239,3 +240,21 @@ def test_every_variable_that_is_read_is_in_the_table() -> None:
     page = (REPOSITORY / "docs" / "shell.md").read_text(encoding="utf-8")
     assert "EDGESPEC_VERB_OPTION" in page
     assert VERBS["config"].module == "edgespec.config"
+
+
+@pytest.mark.parametrize(
+    ("own", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_of_a_build_wait_asleep_unless_the_user_says_how(
+    own: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    assert main(["config"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == own.get("GOMP_SPINCOUNT")
+    assert main(["export", "--target", "no such folder"]) == 2
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
