@@ -180,7 +180,7 @@ def test_samples_follow_the_target_alone(pair: Pair) -> None:
         blocks = decode(pair.target, pair.draft, PROMPT, how, (), counts)
         first, second, *_ = (token for block in blocks for token in block.tokens)
         seen[first, second] += 1
-    assert 0.02 < counts.acceptance_rate < 0.98
+    assert 50 < sum(counts.accepted) < counts.drafted - 50  # both ways of the rule
     assert fit(seen, expected) > ERROR_RATE
 
 
