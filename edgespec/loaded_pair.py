@@ -178,7 +178,8 @@ class Chat:
         return self._conversation.messages
 
     def send(self, text: str, *, draft: bool = True, **options: Any) -> Generator[Piece, None, None]:
-        """The reply to `text`, as `Pair.generate` gives it. The oldest turns are dropped where the context is full.
+        """The reply to `text`, as `Pair.generate` gives it. Where the context is full, the model no longer reads the oldest
+        turns; `messages` keeps them.
 
         A reply that is left early is remembered as far as it came.
         """

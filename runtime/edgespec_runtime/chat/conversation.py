@@ -1,7 +1,8 @@
 """A chat as messages and as the very token ids the cache holds. Knows the chat template, no terminal; runs no engine.
 
 Decoding a reply and encoding it again may give other ids than the model wrote, and the cache would be thrown away. So a new
-turn keeps the ids of the turns before it and encodes only what the template writes after the last reply.
+turn keeps the ids of the turns before it and encodes only what the template writes after the last reply. A chat that is longer
+than the context is kept whole; the prompt leaves its oldest turns out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from edgespec_runtime.text.tokenizer import LIKELY, ChatTokenizer, Message
 
 Options = TypeVar("Options", bound=ReplyOptions)
 
+KEPT = 0.75  # of a full context's room: were it all of it, every later turn would move the text and be computed whole
 _PLACE = "\ue000reply\ue001"  # private-use characters: stands for the last reply in a rendering, to find what follows it
 
 
@@ -33,8 +35,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._system = system
         self.messages: list[Message] = []
-        self.ids: list[int] = []
-        self._before: list[int] = []  # `ids` before the last turn
+        self._start_anew()
 
     @property
     def system(self) -> str:
@@ -43,11 +44,12 @@ class Conversation:
     @system.setter
     def system(self, text: str) -> None:
         self._system = text
-        self.ids, self._before = [], []  # every id after the system prompt moves
+        self._start_anew()  # every id after the system prompt moves
 
     def reset(self, messages: Sequence[Message] = ()) -> None:
         """Forget the turns, or have these instead; the system prompt stays."""
-        self.messages, self.ids, self._before = list(messages), [], []
+        self.messages = list(messages)
+        self._start_anew()
 
     def undo(self) -> str:
         """Take the last turn back and return what the user said in it, '' where there is no turn."""
@@ -56,43 +58,50 @@ class Conversation:
         text = self.messages[-2]["content"]
         self.messages = self.messages[:-2]
         self.ids, self._before = self._before, []
+        if not self.ids:
+            self._start_anew()
         return text
 
     def copy(self) -> Conversation:
         """The same conversation, to go on with in another way."""
         other = Conversation(self._tokenizer, self._system)
         other.messages, other.ids, other._before = [*self.messages], [*self.ids], [*self._before]
+        other._first = self._first
         return other
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of the whole chat with `text` as its next user message, up to where the reply begins."""
+        """Ids of the chat, without turns that `fit` left out, and of `text` as the next user message, up to the reply."""
         continued = self._continue(text) if self.ids else None
-        return self._encoded(self.messages, text) if continued is None else continued
+        return self._encoded(self.messages[self._first :], text) if continued is None else continued
 
     def add(self, text: str, prompt: Sequence[int], reply: Sequence[int]) -> None:
         """Record a finished turn: the user's text, the prompt ids it was answered from, the reply's ids as decoded."""
-        answer = self._tokenizer.decode(reply)
+        stream = self._tokenizer.stream()
+        answer = (
+            stream.feed(reply) + stream.finish()
+        )  # as it was shown: decoding all at once is worse where it is cut off
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         self.ids, self._before = [*prompt, *reply], self.ids
 
     def fit(self, text: str, room: int) -> tuple[list[int], int]:
-        """(prompt of at most `room` tokens, turns dropped for it): the oldest turns go first, the system prompt stays.
+        """(prompt of at most `room` tokens, how many more turns it leaves out): the oldest go first, the system prompt stays.
 
-        Raises InputError, and drops nothing, where the message alone, or the system prompt, does not fit.
+        Raises InputError, and leaves nothing out, where the message alone, or the system prompt, does not fit.
         """
         check_size(self._tokenizer, "the system prompt", [self._system], room)
         check_size(self._tokenizer, "the message", [text], room)
-        messages = self.messages
-        length = sum(len(message["content"]) for message in messages)
-        while (
-            length > LIKELY * room
-        ):  # rendering and reading thousands of turns at each try would take an hour
-            length -= sum(len(message["content"]) for message in messages[:2])
-            messages = messages[2:]
-        prompt = self.prompt(text) if messages is self.messages else self._encoded(messages, text)
-        while len(prompt) > room and messages:
-            messages = messages[2:]
-            prompt = self._encoded(messages, text)
+        shown = self.messages[self._first :]
+        length = sum(len(message["content"]) for message in shown)
+        # rendering and reading thousands of turns at each try would take an hour
+        while length > LIKELY * room:
+            length -= sum(len(message["content"]) for message in shown[:2])
+            shown = shown[2:]
+        first = len(self.messages) - len(shown)
+        prompt = self.prompt(text) if first == self._first else self._encoded(shown, text)
+        most = room if len(prompt) <= room else KEPT * room
+        while len(prompt) > most and shown:
+            shown = shown[2:]
+            prompt = self._encoded(shown, text)
         if len(prompt) > room:
             alone = len(self._encoded([], "")) if self._system else 0
             what, tokens = ("system prompt", alone) if alone > room else ("message", len(prompt))
@@ -100,10 +109,16 @@ class Conversation:
                 f"the {what} takes {tokens} tokens and the context has room for {room}; "
                 "shorten it, or leave the reply less room with a smaller max_new_tokens"
             )
-        dropped = (len(self.messages) - len(messages)) // 2
-        if dropped:
-            self.messages, self.ids, self._before = messages, [], []
-        return prompt, dropped
+        left_out = len(self.messages) - len(shown) - self._first
+        if left_out:
+            self._start_anew(self._first + left_out)
+        return prompt, left_out // 2
+
+    def _start_anew(self, first: int = 0) -> None:
+        """The next prompt is encoded as a whole, from the message of that number on."""
+        self.ids: list[int] = []
+        self._before: list[int] = []  # `ids` before the last turn
+        self._first = first
 
     def _with(self, messages: Sequence[Message], text: str) -> list[Message]:
         system = [{"role": "system", "content": self._system}] if self._system else []
@@ -114,7 +129,7 @@ class Conversation:
 
     def _continue(self, text: str) -> list[int] | None:
         """The ids kept, then what the template writes after the last reply; None for a template that rewrites earlier turns."""
-        safe, hidden = self._tokenizer.lookalikes.hide(self._with(self.messages, text))
+        safe, hidden = self._tokenizer.lookalikes.hide(self._with(self.messages[self._first :], text))
         *before, asked, answered, said = safe
         start = self._tokenizer.render([*before, asked])
         place = {"role": "assistant", "content": _PLACE}

@@ -78,17 +78,19 @@ class Chat:
             self._draws = 0
 
     def fitting(self, conversation: Conversation, text: str) -> tuple[list[int], int]:
-        """(the prompt of `text` as the next message, turns dropped for it), with room for a reply behind it."""
+        """(the prompt of `text` as the next message, how many more turns it leaves out), with room for a reply behind it."""
         limit = self.context
         return conversation.fit(text, limit - min(self.options.max_new_tokens, limit // 4))
 
     def reply(self, text: str) -> None:
         """Answer one message: stream the reply, remember it as far as it came, show its figures."""
         options, schedule = self._ready(self.options.draft)
-        prompt, dropped = self.fitting(self.conversation, text)
-        if dropped:
-            turns = "turn was" if dropped == 1 else f"{dropped} turns were"
-            self.view.note(f"(the context of {self.context} tokens is full: the oldest {turns} dropped)")
+        prompt, left_out = self.fitting(self.conversation, text)
+        if left_out:
+            turns = "turn" if left_out == 1 else f"{left_out} turns"
+            self.view.note(
+                f"(the context of {self.context} tokens is full: the model no longer reads the oldest {turns})"
+            )
         tally = self._tally(prompt)
         reply: list[int] = []
         with interruptible(self.interactive) as interrupted:

@@ -162,7 +162,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._length = 0
+        self._shown = ""  # of these ids
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that became certain with these ids."""
@@ -176,7 +176,7 @@ class TextStream:
             if "Invalid prefix" not in str(error):
                 raise
             return self._begin_again()
-        self._length += len(text)
+        self._shown += text
         return text
 
     def _begin_again(self) -> str:
@@ -186,12 +186,14 @@ class TextStream:
         )
         self._ids = self._ids[-1:]
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._length = len(self._stream.step(self._tokenizer, self._ids[0]) or "")
+        self._shown = self._stream.step(self._tokenizer, self._ids[0]) or ""
         return "\ufffd" + now[len(before) :]
 
     def finish(self) -> str:
         """What was held back: an incomplete character comes out as U+FFFD."""
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))[self._length :]
+        whole = str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+        # byte fallback: half a character makes U+FFFD of all bytes before it, also of those that were whole characters
+        return whole[len(self._shown) :] if whole.startswith(self._shown) else "\ufffd"
 
 
 def _object(path: Path) -> dict[str, Any]:

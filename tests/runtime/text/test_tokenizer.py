@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.chat.conversation import Conversation
+from edgespec_runtime.chat.conversation import KEPT, Conversation
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 from tiny_models import SPECIALS, TEXTS, byte_level_tokenizer, tokenizer_folder
 from tiny_sentencepiece import words_of_llama_2
@@ -81,6 +82,19 @@ def test_byte_fallback_of_a_sentencepiece_style_tokenizer(tmp_path: Path) -> Non
     pieces_out = [stream.feed([token]) for token in ids]
     assert "".join(pieces_out) + stream.finish() == "a ab🙂 é"
     assert "\ufffd" not in "".join(pieces_out)
+
+
+@pytest.mark.parametrize("text", ["हिन्दी में", "猫が寝ている", "ภาษาไทย"])
+def test_a_reply_cut_inside_a_character_keeps_the_bytes_before_it(tmp_path: Path, text: str) -> None:
+    tokenizer = sentencepiece_style(tmp_path / "sp")
+    ids = tokenizer.encode(text)[:-1]
+    stream = tokenizer.stream()
+    shown = "".join(stream.feed([token]) for token in ids)
+    assert shown == text[:-1]
+    assert stream.finish() == "\ufffd"
+    conversation = Conversation(tokenizer)
+    conversation.add("Hi", [], ids)
+    assert conversation.messages[-1]["content"] == text[:-1] + "\ufffd"
 
 
 @pytest.mark.parametrize("decoder", [words_of_llama_2().decoder, decoders.Metaspace()])
@@ -246,23 +260,49 @@ def test_a_changed_system_prompt_and_a_reset(tokenizer: ChatTokenizer) -> None:
     assert "Be kind." in tokenizer.decode(conversation.prompt("x"))
 
 
+def answered(conversation: Conversation, tokenizer: ChatTokenizer, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        prompt = conversation.prompt(f"question {number}")
+        conversation.add(f"question {number}", prompt, [*tokenizer.encode(f"answer {number}"), END])
+
+
 def test_the_oldest_turns_go_first_and_the_system_prompt_stays(tokenizer: ChatTokenizer) -> None:
     conversation = Conversation(tokenizer, "Be brief.")
-    for number in range(5):
-        question = f"question {number}"
-        conversation.add(
-            question, conversation.prompt(question), [*tokenizer.encode(f"answer {number}"), END]
-        )
+    answered(conversation, tokenizer, range(10))
     whole = len(conversation.prompt("last"))
-    prompt, dropped = conversation.fit("last", whole)
-    assert (len(prompt), dropped) == (whole, 0)
-    prompt, dropped = conversation.fit("last", whole - 1)
-    assert dropped == 1
-    assert len(prompt) < whole
+    prompt, left_out = conversation.fit("last", whole)
+    assert (len(prompt), left_out) == (whole, 0)
+    prompt, left_out = conversation.fit("last", whole - 1)
+    assert len(prompt) <= KEPT * (whole - 1)
     text = tokenizer.decode(prompt)
     assert "Be brief." in text
-    assert "question 0" not in text
-    assert "answer 1" in text
+    assert f"answer {left_out - 1}" not in text
+    assert f"question {left_out}" in text
+    assert prompt == conversation.prompt("last")
+    assert [each["content"] for each in conversation.messages[:2]] == ["question 0", "answer 0"]
+
+
+def test_a_full_context_is_read_again_once_in_many_turns(tokenizer: ChatTokenizer) -> None:
+    conversation, room, anew = Conversation(tokenizer), 400, 0
+    for number in range(40):
+        before, text = conversation.ids, f"question {number}"
+        prompt, _ = conversation.fit(text, room)
+        anew += prompt[: len(before)] != before
+        conversation.add(text, prompt, [*tokenizer.encode(f"answer {number}"), END])
+    assert len(conversation.messages) == 80
+    assert 1 < anew < 12
+
+
+def test_turns_that_are_taken_back_bring_back_those_that_were_left_out(tokenizer: ChatTokenizer) -> None:
+    conversation = Conversation(tokenizer)
+    answered(conversation, tokenizer, range(10))
+    conversation.fit("last", len(conversation.prompt("last")) - 1)
+    for _ in range(8):
+        conversation.undo()
+    fresh = Conversation(tokenizer)
+    fresh.reset(conversation.messages)
+    assert conversation.prompt("last") == fresh.prompt("last")
+    assert "question 0" in tokenizer.decode(conversation.prompt("last"))
 
 
 def test_a_message_longer_than_the_room_changes_nothing(tokenizer: ChatTokenizer) -> None:
