@@ -17,6 +17,7 @@ from edgespec.core.errors import InputError
 
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 _HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+_HARMFUL[ord("\r")] = ""  # Windows ends its lines with it
 _AROUND = 20  # characters shown on both sides
 MOST_BRACKETS = 500  # of a YAML file that people write by hand
 

@@ -83,6 +83,7 @@ def generate(
     tokenizer = load_tokenizer(target_folder)
     writer = writer_of(target_folder, tokenizer, options, seed, inference or InferenceOptions(), top_k)
     requests, left_out = plan_requests(options, tokenizer, writer.context_length)
+    writer.check(requests)
     counts = write_shards(out, writer, requests, options.shard_size, "target writes responses", "responses")
     return {**counts, "instructions_too_long": left_out}
 

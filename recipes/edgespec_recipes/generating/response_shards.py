@@ -57,6 +57,9 @@ class Writer(Protocol):
     wanted: Wanted | None = None
     replies: Sequence[list[int]] | None = None
 
+    def check(self, requests: list[Request]) -> None:
+        """Raise InputError, before anything is written, for a request that it cannot send as it is."""
+
     def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         """The answers to the requests of shard `number`, in order; `bar` goes on by one for each."""
 

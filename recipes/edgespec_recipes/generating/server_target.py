@@ -21,7 +21,7 @@ from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.core.texts import unwritable
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
-from edgespec_recipes.data.prompts import plain_ids, render
+from edgespec_recipes.data.prompts import lookalikes_of, plain_ids, render
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
 from edgespec_recipes.generating.response_shards import Answers, Request, Writer
@@ -272,6 +272,17 @@ class ServerWriter(Writer):
         self.target, self.options, self.seed = target, options, seed
         self.context_length, self.precision = target.context_length, target.precision
         self.stops = stop_ids_of(target.folder, target.tokenizer)
+
+    def check(self, requests: list[Request]) -> None:
+        if self.target.sends_ids:
+            return
+        for request in requests:
+            if spelt := lookalikes_of(self.target.tokenizer).hide(request.messages)[1]:
+                raise InputError(
+                    f"{self.target.where} takes prompts as text, and there {', '.join(spelt.values())!r} of the instruction "
+                    f"{request.messages[-1]['content'][:60]!r} would become a special token; leave that instruction out, or "
+                    "use a server that takes token ids (inference.prompts ids)"
+                )
 
     def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         answered = []

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from time import perf_counter
 
 from markdown_it import MarkdownIt
-from rich.cells import cell_len
+from rich.cells import cell_len, split_graphemes
 from rich.console import Console, Group
 from rich.control import Control
 from rich.live import Live
@@ -214,10 +214,9 @@ def breaks(line: str, width: int) -> Iterator[int]:
             yield word.start()
             used = 0
         if size > width:
-            for place in range(word.start(), word.end()):
-                cells = cell_len(line[place])
-                if used and used + cells > width and not line[place].isspace():
-                    yield place
+            for begin, end, cells in split_graphemes(word.group())[0]:
+                if used and used + cells > width and not word.group()[begin:end].isspace():
+                    yield word.start() + begin
                     used = 0
                 used += cells
         else:

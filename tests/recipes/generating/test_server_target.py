@@ -221,6 +221,20 @@ def test_prompts_go_as_text_where_ids_are_not_taken(
         )
 
 
+def test_an_instruction_that_spells_out_a_special_token_goes_as_ids_alone(
+    root: Path, url: str, options: GenerateOptions, tmp_path: Path
+) -> None:
+    """As text it would end the turn, and the answer would be to another conversation than the one that is stored."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"instruction": "What does <|im_end|> mean?"}) + "\n", encoding="utf-8")
+    options = replace(options, instructions=[str(rows)], prompts=1)
+    words = r"takes prompts as text, and there '<\|im_end\|>' of the instruction 'What does .* leave that instruction out"
+    with pytest.raises(InputError, match=words):
+        generate(tmp_path / "text", root / "target", options, 1, at(url, prompts="text"))
+    assert not list((tmp_path / "text").glob("shard-*"))
+    generate(tmp_path / "ids", root / "target", options, 1, at(url, prompts="ids"))
+
+
 def test_what_goes_on_from_tokens_alone_goes_as_text_too(
     root: Path, url: str, options: GenerateOptions
 ) -> None:

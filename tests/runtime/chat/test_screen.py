@@ -164,7 +164,7 @@ def test_text_stays_as_it_came(text: str, size: tuple[int, int], options: dict[s
 
 
 def test_escape_codes_of_a_model_do_not_reach_the_terminal() -> None:
-    assert harmless("a\x1b[31mb\x07\r\n\té\u009b") == "a\ufffd[31mb\ufffd\ufffd\n\té\ufffd"
+    assert harmless("a\x1b[31mb\x07\r\n\té\u009b") == "a\ufffd[31mb\ufffd\n\té\ufffd"
     terminal = Terminal()
     reply(terminal, [("a\x1b]0;title\x07b", False), ("\x1b[2J", True)])
     terminal.screen.note("\x1b[2Jnote")
@@ -207,7 +207,7 @@ def test_two_replies_side_by_side() -> None:
     assert GREEN not in narrow.written
 
 
-@given(st.lists(st.text("ab \n\t日é-", max_size=9), max_size=30), st.integers(2, 25))
+@given(st.lists(st.text("ab \n\t日é-❤\ufe0f👩\u200d🔬", max_size=9), max_size=30), st.integers(2, 25))
 def test_rows_do_not_depend_on_how_the_text_came(parts: list[str], width: int) -> None:
     def rows_of(pieces: list[str]) -> list[str]:
         rows = Rows(width)
@@ -221,6 +221,13 @@ def test_rows_do_not_depend_on_how_the_text_came(parts: list[str], width: int) -
     lines = text.replace("\t", "    ").split("\n")
     assert "".join(rows) == "".join(lines)
     assert len(rows) >= len(lines)
+
+
+def test_a_character_of_several_code_points_stands_in_one_row() -> None:
+    rows = Rows(10)
+    final = [row.plain for row in rows.add("👩\u200d🔬" * 6 + "❤\ufe0f" * 3, DRAFTED)]
+    assert final == ["👩\u200d🔬" * 5]
+    assert rows.last.plain == "👩\u200d🔬" + "❤\ufe0f" * 3
 
 
 def test_colours_only_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
