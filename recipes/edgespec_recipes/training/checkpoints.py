@@ -20,23 +20,35 @@ from edgespec_recipes.parallel.sharding import sharded
 
 COMPLETE = "complete.json"
 DIVERGED = "diverged"
+KEPT = 2  # the newest may be half-written when the process dies: the one before it must still be there
 SHARDED = "pytorch_model_fsdp"  # what accelerate calls the weights of a model that was in parts
 
 
 def mark_complete(folder: Path) -> None:
-    """Name every file of a checkpoint with its size, once all of them are on the disk."""
+    """Name every file of a checkpoint with its size, once all of them are on the disk. Older ones than the one before it go.
+
+    By their steps: by their times, a clock that is set back would make the newest the oldest.
+    """
     sizes = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync_file(file)
         sizes[file.relative_to(folder).as_posix()] = file.stat().st_size
     write_json(folder / COMPLETE, sizes)
+    for older in sorted(_checkpoints(folder.parent).items())[:-KEPT]:
+        shutil.rmtree(older[1], ignore_errors=True)
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """Every checkpoint in a folder, whole or not, by its step."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    return {int(step): path for path, step in steps.items() if step.isdigit()}
 
 
 def _is_complete(folder: Path) -> bool:
     if not (folder / COMPLETE).is_file():
         return False
     sizes = read_json(folder / COMPLETE)
-    return all(
+    return bool(sizes) and all(
         (folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items()
     )
 
@@ -47,10 +59,9 @@ def latest_checkpoint(out: Path) -> Path | None:
     Raises InputError where its processes shared the training in another way than these.
     """
     found = {}
-    for folder in (out / CHECKPOINTS).glob("checkpoint-*"):
-        number = folder.name.removeprefix("checkpoint-")
-        if number.isdigit() and _is_complete(folder):
-            found[int(number)] = folder
+    for step, folder in _checkpoints(out / CHECKPOINTS).items():
+        if _is_complete(folder):
+            found[step] = folder
         else:
             shutil.rmtree(folder, ignore_errors=True)
     if not found:

@@ -215,7 +215,6 @@ def _arguments(out: Path, options: TrainingOptions, seed: int) -> TrainingArgume
         seed=seed,
         save_strategy="steps",
         save_steps=options.save_steps,
-        save_total_limit=2,  # the newest may be half-written when the process dies: the one before it must still be there
         logging_strategy="no",
         logging_nan_inf_filter=False,
         log_level="error",

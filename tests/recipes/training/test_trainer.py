@@ -193,6 +193,33 @@ def test_half_written_checkpoint_is_passed_over(
     assert same_weights(uninterrupted[0], tmp_path)
 
 
+def test_a_clock_that_is_set_back_costs_no_checkpoint(
+    uninterrupted: tuple[Path, dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_tomorrow(folder: Path) -> None:
+        mark_complete(folder)
+        os.utime(folder, (time.time() + 86_400, time.time() + 86_400 - int(folder.name[11:])))
+
+    mark_complete = checkpoints.mark_complete
+    monkeypatch.setattr(trainer, "mark_complete", from_tomorrow)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(tmp_path, 18)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "checkpoint-10",
+        "checkpoint-15",
+    ]
+    assert checkpoints.latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "checkpoint-15"
+    run(tmp_path)
+    assert same_weights(uninterrupted[0], tmp_path)
+
+
+def test_a_checkpoint_without_files_is_passed_over(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "checkpoint-5"
+    folder.mkdir(parents=True)
+    checkpoints.mark_complete(folder)
+    assert checkpoints.latest_checkpoint(tmp_path) is None
+
+
 def run_until(out: Path, step: int) -> None:
     """Ctrl-C in the middle of a step."""
     taken = 0
