@@ -11,7 +11,7 @@ from edgespec.core.table import byte_size, count, duration, table
 from edgespec.planning.devices_fit import Fit
 from edgespec.planning.estimate import PROMPT_TOKENS
 from edgespec.planning.hardware import THIS_MACHINE, Hardware
-from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, Way, fastest
+from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, PAPER_TOKENS, Way, fastest
 from edgespec.planning.plan_stages import TRAININGS, Assumed, StageTime, Storage, own_bytes
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.recipe.precisions import beside_own
@@ -192,6 +192,11 @@ def verdict(plan: Plan) -> list[str]:
         f"Speculation {answer} on {plan.device}: at the acceptance of the paper's drafter (τ {PAPER_TAU} at γ = {PAPER_GAMMA}, "
         f"so α = {rate:.2f}) {way.name} would run {gain:.2f}x as fast as plain decoding, {speed}."
     ]
+    read = sum(stage.cost.tokens for stage in plan.stages if stage.cost.stage in ("pretrain", "distill"))
+    if read < PAPER_TOKENS / 10:
+        lines.append(
+            f"That drafter had read {count(PAPER_TOKENS)} tokens, and this recipe's reads {count(read)}: expect a lower α."
+        )
     if least is None:
         lines.append("No acceptance rate makes a draft pay there.")
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,12 @@ def test_verdicts_follow_the_figures(tmp_path: Path) -> None:
         word = "looks not worth it"
     assert word in pi["verdict"][0]
     assert gains["0.8"]["speedup"] >= gains["0.5"]["speedup"]
+    assert not any("expect a lower α" in line for line in pi["verdict"])  # the paper's own recipe
+    trial = as_json(tmp_path, "plan", "--target", "llama-2-7b-chat", "--gpus", "1xH100")
+    read = re.search(r"had read 600B tokens, and this recipe's reads ([\d.]+)M", "\n".join(trial["verdict"]))
+    assert read
+    tokens = {stage["cost"]["stage"]: stage["cost"]["tokens"] for stage in trial["stages"]}
+    assert float(read[1]) == pytest.approx((tokens["pretrain"] + tokens["distill"]) / 1e6, rel=0.01)
     tight = as_json(tmp_path, *PAPER[:-1], "1xT4", "--device", "laptop-cpu-x86")
     assert any("Memory does not suffice for pretrain, generate" in line for line in tight["verdict"])
 
