@@ -137,12 +137,12 @@ class Manifest:
                 )
         return {name: float(seen) for name, seen in found.items() if seen is not None}
 
-    def check_files(self, *, hashes: bool = True) -> None:
-        """Raise BundleError for a listed file that is missing, or has another size or (unless told not to look) sha256."""
+    def check_files(self, files: Mapping[str, BundleFile] | None = None, *, hashes: bool = True) -> None:
+        """Raise BundleError where one of `files`, of all by default, is missing or has another size or, with `hashes`, sha256."""
         assert self.folder is not None
-        root = self.folder.resolve()
-        with reading("check the bundle", hashes * sum(one.bytes for one in self.files.values())) as bar:
-            for name, entry in self.files.items():
+        files, root = self.files if files is None else files, self.folder.resolve()
+        with reading("check the bundle", hashes * sum(one.bytes for one in files.values())) as bar:
+            for name, entry in files.items():
                 check_file(root, name, entry, hashes=hashes)
                 bar.update(entry.bytes / MIB)
 

@@ -29,7 +29,7 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import read_bandwidth, this_device
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST
-from edgespec_runtime.pair.bundle import WIDENED, LoadOptions, Pair, load_model, load_pair, open_pair
+from edgespec_runtime.pair.bundle import WIDENED, LoadOptions, Pair, load_model, open_pair
 
 # Shares of the time given; loading and the bandwidth come on top.
 CHOSEN, OTHERS, THREADS, EXACTNESS = 0.45, 0.25, 0.15, 0.15
@@ -63,10 +63,10 @@ def run(given: dict[str, Any]) -> int:
 
 
 def examine(options: Options) -> Findings:
-    """Measure everything; the bundle's files are checked once. Raises what `open_pair` raises."""
+    """Measure everything. Raises what `open_pair` raises."""
     notes: list[str] = []
     asked = _asked(options)
-    manifest = open_manifest(Path(options.bundle), hashes=False)
+    manifest = open_manifest(Path(options.bundle))  # it opens every pair
     if options.context is None:  # chat takes the device's too, and looks for costs at that length
         options = replace(options, context=manifest.device.get("context"))
     # before the progress bar: a refusal is one line
@@ -163,7 +163,7 @@ def _others(
         if (way.engine, way.precision, way.flash_attention, way.mode == FAST) in seen:
             continue
         try:
-            other = load_pair(pair.manifest, way)
+            other = open_pair(Path(options.bundle), way, manifest=pair.manifest)
         except EdgespecError as error:
             skipped = way.engine if isinstance(error, MissingExtra) else f"{way.engine} {way.precision}"
             note = f"{skipped} is left out: {str(error).rstrip('.')}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import read_json
-from edgespec.core.manifest import AGAIN, HEAD, ROLES, Manifest, open_manifest
+from edgespec.core.manifest import AGAIN, HEAD, ROLES, BundleFile, Manifest, open_manifest
 from edgespec.core.options import knob
 from edgespec.core.progress import MIB, reading
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME, OPENVINO, STATIC
@@ -229,32 +229,34 @@ def _drafters_vocabulary(manifest: Manifest, target: Engine) -> Vocabulary | Non
     return vocabulary
 
 
+def _needed(manifest: Manifest, engine: str, precision: str) -> dict[str, BundleFile]:
+    """The listed files of a pair: all but the models of other engines and precisions, which may be many times as large."""
+    own, others = set[str](), set[str]()
+    for role in ROLES:
+        for other, table in manifest.model(role).files.items():
+            for one in table:
+                found = own if (other, one) == (engine, precision) else others
+                found.update(manifest.files_of(role, other, one, fast=True))
+    return {name: entry for name, entry in manifest.files.items() if name in own or name not in others}
+
+
 def open_pair(
     folder: Path, options: LoadOptions, with_draft: bool = True, manifest: Manifest | None = None
 ) -> Pair:
-    """Check every file of the bundle against its manifest, then `load_pair`. `manifest`: the folder's, where it was read already.
+    """Load target, drafter (unless told not to) and tokenizer of a bundle. `manifest`: the folder's, where it was read already.
 
-    Raises BundleError for a bundle that is incomplete or altered, and what `load_pair` raises.
+    Every file that the pair needs is checked against its sha256; models of other engines and precisions are not read. What was
+    opened is closed where the rest cannot be. Raises BundleError for a bundle that is incomplete or altered, InputError for an
+    engine or precision it does not have, MissingExtra where the engine's package is absent.
     """
-    if manifest is None:
-        manifest = open_manifest(folder)
-    else:
-        manifest.check_files()
-    return load_pair(manifest, options, with_draft)
-
-
-def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True) -> Pair:
-    """Load target, drafter (unless told not to) and tokenizer of a bundle whose files were checked.
-
-    What was opened is closed where the rest cannot be. Raises InputError for an engine or precision it does not have,
-    MissingExtra where the engine's package is absent.
-    """
+    manifest = manifest or open_manifest(folder, hashes=False)
     assert manifest.folder is not None
     engine, precision = _choose(manifest, options)
     options = replace(options, mode=options.mode or _usual_mode(manifest, engine, precision))
     ratios = manifest.cost_ratios(engine, precision, fast=options.mode == FAST)
     for name in ("tokenizer", *(getattr(manifest, role).files[engine][precision] for role in ROLES)):
         manifest.check_folder(name)
+    manifest.check_files(_needed(manifest, engine, precision))
     threads, opened = options.threads or default_threads(), ExitStack()
 
     def load(role: str, vocabulary: Vocabulary | None = None) -> CachedEngine:

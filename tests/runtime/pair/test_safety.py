@@ -20,7 +20,7 @@ from edgespec.cli import main
 from edgespec.core import manifest as manifests
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json
-from edgespec.core.manifest import ROLES, open_manifest
+from edgespec.core.manifest import ROLES, open_manifest, read_manifest
 
 
 @pytest.fixture
@@ -43,10 +43,24 @@ def test_the_untouched_bundles_open(copy: Path, both: Path) -> None:
     "name", ["target/onnx-fp32/model.onnx", "drafter/onnx-fp32/model.onnx.data", "tokenizer/tokenizer.json"]
 )
 def test_opening_a_pair_checks_every_file(copy: Path, name: str) -> None:
-    data = bytearray((copy / name).read_bytes())
-    data[len(data) // 2] ^= 1
-    (copy / name).write_bytes(bytes(data))
+    flip_a_bit(copy / name)
     refused(copy, "was altered")
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.llamacpp
+def test_models_of_other_engines_and_precisions_are_not_read(both: Path, tmp_path: Path) -> None:
+    """They may be gigabytes. Whoever opens one checks it."""
+    copy = Path(shutil.copytree(both, tmp_path / "bundle"))
+    (file,) = read_manifest(copy).target.files[LLAMACPP.engine].values()
+    flip_a_bit(copy / file)
+    open_pair(copy, OPTIONS).close()
+    refused(copy, "was altered", LLAMACPP)
 
 
 def test_sizes_that_lie(copy: Path) -> None:
