@@ -12,6 +12,9 @@ from edgespec_runtime.serving.counts import Sums
 from edgespec_runtime.serving.line import Line
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+SPECULATION = (
+    "llamacpp:spec_decode_num"  # vLLM has the same names behind its own prefix, and counts positions from 0
+)
 
 
 class Metrics(Collector):
@@ -38,17 +41,22 @@ class Metrics(Collector):
             (now, "llamacpp:predicted_tokens_seconds", "Average generation throughput in tokens/s.", writing),
             (now, "llamacpp:requests_processing", "Number of requests processing.", min(1, inside)),
             (now, "llamacpp:requests_deferred", "Number of requests deferred.", max(0, inside - 1)),
+            (total, f"{SPECULATION}_drafts", "Number of drafts.", sum(counts.tested[:1])),
+            (total, f"{SPECULATION}_draft_tokens", "Number of draft tokens.", counts.drafted),
+            (total, f"{SPECULATION}_accepted_tokens", "Number of accepted tokens.", sum(counts.accepted)),
             (total, "edgespec_draft_tokens", "Tokens that the drafter proposed.", counts.drafted),
             (total, "edgespec_accepted_tokens", "Drafted tokens that were accepted.", sum(counts.accepted)),
             (total, "edgespec_blocks", "Passes of the target that emitted tokens.", counts.blocks),
         ):
             yield family(name, help, value)
-        for name, help, values in (
-            ("tested", "Draft tokens at this position of a block that were tested.", counts.tested),
-            ("accepted", "Of them, those that were accepted.", counts.accepted),
+        tested = "Draft tokens at this position of a block that were tested."
+        for name, help, first, values in (
+            (f"{SPECULATION}_accepted_tokens_per_pos", "Accepted tokens by position.", 0, counts.accepted),
+            ("edgespec_tested_by_position", tested, 1, counts.tested),
+            ("edgespec_accepted_by_position", "Of them, those that were accepted.", 1, counts.accepted),
         ):
-            positions = CounterMetricFamily(f"edgespec_{name}_by_position", help, labels=["position"])
-            for place, count in enumerate(values, 1):
+            positions = CounterMetricFamily(name, help, labels=["position"])
+            for place, count in enumerate(values, first):
                 positions.add_metric([str(place)], count)
             yield positions
         parts = CounterMetricFamily("edgespec_decoding_seconds", "Decoding time by part.", labels=["part"])

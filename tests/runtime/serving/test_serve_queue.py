@@ -111,6 +111,13 @@ def test_metrics_add_up(bundle: Path) -> None:
             assert seen[f"edgespec_{name}_by_position_total{{{place + 1}}}"] == sum(
                 one[f"{name}_by_position"][place] for one in speculation
             )
+    llama = "llamacpp:spec_decode_num"
+    for name in ("draft_tokens", "accepted_tokens"):
+        assert seen[f"{llama}_{name}_total"] == seen[f"edgespec_{name}_total"]
+    assert seen[f"{llama}_drafts_total"] == seen["edgespec_tested_by_position_total{1}"]
+    assert (
+        seen[f"{llama}_accepted_tokens_per_pos_total{{0}}"] == seen["edgespec_accepted_by_position_total{1}"]
+    )
     parts = [seen[f"edgespec_decoding_seconds_total{{{part}}}"] for part in ("draft", "verify", "rest")]
     assert seen["llamacpp:tokens_predicted_seconds_total"] == pytest.approx(sum(parts), rel=1e-3)
     assert seen["edgespec_requests_total{/v1/completions,400}"] == 1
