@@ -58,20 +58,31 @@ class Pair:
         return {**metrics_of(self._counts, None, self._pair.cost_ratios), "counts": dump(self._counts)}
 
     def generate(
-        self, prompt: str | Sequence[Message], *, draft: bool = True, **options: Any
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        draft: bool = True,
+        stop: str | Sequence[str] = (),
+        **options: Any,
     ) -> Generator[Piece, None, None]:
         """The reply to a user's message, or to a chat of {"role", "content"} messages, as pieces of text.
 
         Args:
             draft: speculate; without it the target decodes alone.
+            stop: a text that ends the reply, or up to 4 of them; what comes out ends before it.
             options: temperature, top_p, max_new_tokens, seed, rule, draft_length ... of `edgespec generate`.
 
-        Raises InputError for an unknown option, messages of another form, a prompt that leaves no room in the context, and where
-        another reply of this pair has begun, or another thread waits for a piece of one.
+        Raises InputError for an unknown option, a stop or messages of another form, a prompt that leaves no room in the context,
+        and where another reply of this pair has begun, or another thread waits for a piece of one.
         """
         from edgespec_runtime.chat.conversation import check_size
         from edgespec_runtime.text.prompts import messages_of
+        from edgespec_runtime.text.stops import stops_of
 
+        try:
+            stops = stops_of(stop)
+        except InputError as error:
+            raise InputError(f"stop is {stop!r:.80}; {error}") from error
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         check_text(given, "the prompt")
         chat = messages_of({"messages": given}, "the prompt")
@@ -80,7 +91,7 @@ class Pair:
         tokenizer, context = self._pair.tokenizer, self._pair.target.engine.context_length
         check_size(tokenizer, "the prompt", [message["content"] for message in chat], context)
         ids = tokenizer.encode_chat(chat)
-        yield from self._reply(lambda: ids, how)
+        yield from self._reply(lambda: ids, how, stops=stops)
 
     def chat(self, system: str = "") -> Chat:
         """A conversation whose turns stay in both models' caches."""
@@ -91,6 +102,7 @@ class Pair:
         prompt: Callable[[], list[int]],
         how: DecodingOptions,
         remember: Callable[[list[int], list[int]], None] = lambda ids, reply: None,
+        stops: Sequence[str] = (),
     ) -> Generator[Piece, None, None]:
         """The pieces of a reply. `prompt` gives its ids once an earlier reply has ended; `remember` gets them and the reply's."""
         from edgespec_runtime.chat.replies import pieces
@@ -100,7 +112,7 @@ class Pair:
             self._check_open()
             self._end_reply()  # one that was left: the caches hold what it showed from now on
             ids = prompt()
-            said = pieces(self._pair, ids, how, counts, self._schedules.of(how))
+            said = pieces(self._pair, ids, how, counts, self._schedules.of(how), stops=stops)
 
             def end() -> None:
                 said.close()

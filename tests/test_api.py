@@ -55,6 +55,18 @@ def test_without_a_drafter_every_token_is_the_targets(bundle: Path) -> None:
         assert "acceptance_rate" not in pair.stats
 
 
+def test_a_stop_string_ends_the_reply(bundle: Path) -> None:
+    whole = greedy_text(bundle, 24)
+    stop = whole[7:11]
+    with edgespec.load(bundle) as pair:
+        for given in (stop, [stop], ("not in it", stop)):
+            pieces = list(pair.generate(QUESTION, stop=given, max_new_tokens=24, draft_length=3))
+            assert "".join(piece.text for piece in pieces) == whole[: whole.find(stop)]
+            assert [piece.finish for piece in pieces] == [""] * (len(pieces) - 1) + ["stop"]
+        with pytest.raises(InputError, match="stop is ''; an empty text"):
+            next(pair.generate(QUESTION, stop=""))
+
+
 def test_a_chat_remembers_its_turns_also_one_that_was_left(bundle: Path) -> None:
     with edgespec.load(bundle) as pair:
         chat = pair.chat("Be brief.")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import InputError
-from edgespec_runtime.chat.replies import Piece, pieces
+from edgespec_runtime.chat.replies import STOP, Piece, pieces
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import check_prompt, rules_for
 from edgespec_runtime.decoding.options import DecodingOptions, plain
@@ -36,7 +36,7 @@ from edgespec_runtime.serving.request import (
 
 MAX_SCORES = 2**20  # log-probabilities in one answer, 120 MB of memory each million
 DEFAULT_TOKENS = 16  # OpenAI's, of a completion; a chat's reply may fill the context
-REASONS = {"eos": "stop", "length": "length", "context": "length"}
+REASONS = {"eos": "stop", STOP: "stop", "length": "length", "context": "length"}
 Json = dict[str, Any]
 
 
@@ -196,7 +196,15 @@ class Service:
             start = perf_counter()
             reply.computed = target.prefill(asked.prompt[:-1])
             reply.counts.prefill_seconds = perf_counter() - start
-            said = pieces(self.pair, asked.prompt, asked.how, reply.counts, schedule, raw=asked.raw)
+            said = pieces(
+                self.pair,
+                asked.prompt,
+                asked.how,
+                reply.counts,
+                schedule,
+                raw=asked.raw,
+                stops=asked.request.stops,
+            )
             with closing(said):
                 yield said
         finally:
@@ -209,12 +217,15 @@ class Service:
         with self._turn(asked, watch) as said:
             for piece in said:
                 reply += piece.tokens
+                asked.reply.tokens = len(reply)
                 text += piece.text
                 finish = piece.finish
             if request.score is not None:
                 first = 0 if request.echo else len(asked.prompt)
                 scores = self._scores([*asked.prompt, *reply], first, request.score, as_ids=request.as_ids)
-        if request.echo:
+        if request.echo and finish == STOP:  # the tokens say more than the text
+            text = self.pair.tokenizer.decode(asked.prompt) + text
+        elif request.echo:
             text = self.pair.tokenizer.decode([*asked.prompt, *reply])
         return text, reply, REASONS[finish], scores
 
@@ -245,6 +256,7 @@ class Service:
                     yield part(opening)
                     opening = None
                 tokens += len(piece.tokens)
+                asked.reply.tokens += len(piece.tokens)
                 if piece.text or piece.finish:
                     mark = {"accepted": piece.accepted, "tokens": tokens}
                     finish = REASONS[piece.finish] if piece.finish else None

@@ -18,10 +18,12 @@ class Reply:
     Attributes:
         prompt: tokens of the prompt.
         computed: how many of them the target computed; the others were in its cache. The last one is read with the first block.
+        tokens: tokens of the reply so far. `counts` have more where a stop string ended it within a block.
     """
 
     prompt: int
     computed: int = 0
+    tokens: int = 0
     counts: RawCounts = field(default_factory=RawCounts)
 
     def usage(self, off: str | None = None) -> dict[str, Any]:
@@ -29,7 +31,7 @@ class Reply:
 
         off: why no drafts are made now, None where some are.
         """
-        counts, tokens = self.counts, self.counts.emitted
+        counts, tokens = self.counts, self.tokens
         cached = max(0, self.prompt - 1 - self.computed)
         seconds = {
             "prompt": counts.prefill_seconds,

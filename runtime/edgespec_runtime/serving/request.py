@@ -18,6 +18,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.rules.table import MAX_DRAFT, LoopRule, rule_of
+from edgespec_runtime.text.stops import stops_of
 from edgespec_runtime.text.tokenizer import Message
 
 MAX_LOGPROBS = 256
@@ -35,11 +36,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "repetition_penalty", "repeat_penalty", "typical_p", "length_penalty"), (1,)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "min_tokens", "mirostat"), (0,)),
     **dict.fromkeys(("xtc_probability", "dry_multiplier", "dynatemp_range"), (0,)),
-    **dict.fromkeys(("stop", "suffix", "grammar"), ("", [])),
+    **dict.fromkeys(("suffix", "grammar"), ("", [])),
     **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words", "allowed_token_ids", "documents"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
-    **dict.fromkeys(("ignore_eos", "use_beam_search", "continue_final_message"), (False,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "continue_final_message", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema"), ()),
     **dict.fromkeys(("structured_outputs", "prompt_logprobs", "audio", "web_search_options", "chat_template"), ()),
     **dict.fromkeys(("n_predict", "truncate_prompt_tokens"), ()),
@@ -85,6 +86,7 @@ class Request:
         sampling: knobs of `DecodingOptions` that shape the distribution.
         seed: None where the client gave none.
         max_tokens: longest reply, None where the client gave none.
+        stops: texts that end the reply.
         usage: whether a stream ends with the count of tokens.
         running_usage: whether every piece of a stream has the count so far.
         speculative: whether a drafter takes part; None where the client did not say.
@@ -100,6 +102,7 @@ class Request:
     sampling: Mapping[str, float]
     seed: int | None
     max_tokens: int | None
+    stops: tuple[str, ...]
     stream: bool
     usage: bool
     running_usage: bool = False
@@ -304,6 +307,7 @@ def _request(fields: Fields, **more: Any) -> Request:
         sampling=sampling,
         seed=fields.whole("seed", 0, 2**63 - 1),
         max_tokens=_max_tokens(fields),
+        stops=_stops(fields),
         stream=fields.flag("stream"),
         usage=options.flag("include_usage"),
         running_usage=options.flag("continuous_usage_stats"),
@@ -340,6 +344,15 @@ def _rule(fields: Fields) -> str | None:
     except InputError as error:
         raise fields.wrong("rule", str(error)) from error
     return rule
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    if fields.get("stop") is None:
+        return ()
+    try:
+        return stops_of(fields.get("stop"))
+    except InputError as error:
+        raise fields.wrong("stop", str(error)) from error
 
 
 def _max_tokens(fields: Fields) -> int | None:

@@ -48,7 +48,12 @@ def url(bundle: Path) -> Iterator[str]:
         (TEXT, {"prompt": "a", "max_tokens": "many"}, 400, 'max_tokens is "many"; a whole number'),
         (TEXT, {"prompt": "a", "logprobs": 10**6}, 400, "logprobs is 1000000; a whole number from 0 to 256"),
         (TEXT, {"prompt": "a", "n": 2}, 400, "n is 2; it is not supported"),
-        (TEXT, {"prompt": "a", "stop": ["x"]}, 400, 'stop is ["x"]; it is not supported'),
+        (
+            TEXT,
+            {"prompt": "a", "stop": [""]},
+            400,
+            'stop is [""]; an empty text stands at the start of every reply',
+        ),
         (TEXT, {"prompt": "a", "model": "other"}, 404, 'there is no model "other"; this is "target"'),
         (CHATS, {"messages": []}, 400, "messages is []; it must be a list of 1 to 4096"),
         (CHATS, {"messages": [{"role": "user"}]}, 400, "messages[0].content is missing; it must be a text"),

@@ -22,7 +22,7 @@ MODEL_NAME = "target"
 FIELDS = (
     *("model", "messages", "prompt", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "user"),
     *("max_completion_tokens", "stream", "stream_options", "logprobs", "echo", "return_token_ids"),
-    *("speculative", "draft_length", "rule"),
+    *("speculative", "draft_length", "rule", "stop"),
     *("return_tokens_as_token_ids", "store", "metadata", "prediction", "reasoning_effort", "service_tier"),
     "add_special_tokens",
     *NEUTRAL,
@@ -53,6 +53,11 @@ def test_what_is_not_given_has_openais_defaults() -> None:
         assert (how.max_new_tokens, how.draft_length) == (16, 3)
         assert not any((request.stream, request.usage, request.echo, request.ids, request.as_ids))
         assert request.score is request.seed is None
+
+
+def test_a_stop_string_is_one_or_a_few() -> None:
+    for given, stops in (("x", ("x",)), (["x", "\n"], ("x", "\n")), ([], ()), (None, ())):
+        assert [request.stops for request in both({"stop": given})] == [stops] * 2
 
 
 def test_every_knob_of_sampling_arrives() -> None:
@@ -135,7 +140,7 @@ def test_either_name_of_the_longest_reply() -> None:
         ("repetition_penalty", [1, 1.0]),
         ("logit_bias", [{}]),
         ("response_format", [{"type": "text"}]),
-        ("stop", [[], ""]),
+        ("stop", [[]]),
         ("suffix", [""]),
         ("logprobs", [False]),
         ("top_logprobs", [0]),
@@ -169,7 +174,13 @@ def test_values_that_ask_for_nothing_are_fine(name: str, values: list[Any]) -> N
         ({"response_format": {"type": "json_schema"}}, 'response_format is {"type": "json_schema"}; it is not'),
         ({"response_format": {"type": "json_object"}}, "response_format is"),
         ({"guided_regex": "a"}, 'guided_regex is "a"; it is not supported: leave it out'),
-        ({"stop": ["x"]}, 'stop is ["x"]; it is not supported'),
+        ({"stop": ""}, 'stop is ""; an empty text stands at the start of every reply, which it would end there: leave it'),
+        ({"stop": ["x", ""]}, 'stop is ["x", ""]; an empty text stands at the start'),
+        ({"stop": ["x"] * 5}, 'stop is ["x", "x", "x", "x", "x"]; a text of 1 to 256 characters, or a list of at most 4'),
+        ({"stop": "x" * 257}, f'stop is "{"x" * 79}...; a text of 1 to 256 characters, or a list of at most 4 such'),
+        ({"stop": [5]}, "stop is [5]; a text of 1 to 256 characters, or a list of at most 4 such texts, is wanted"),
+        ({"stop": 0}, "stop is 0; a text of 1 to 256 characters"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output is true; it is not supported"),
         ({"xtc_probability": 0.5}, "xtc_probability is 0.5; it is not supported: leave it out or give 0"),
         ({"dry_multiplier": 0.8}, "dry_multiplier is 0.8; it is not supported: leave it out or give 0"),
         ({"dynatemp_range": 0.5}, "dynatemp_range is 0.5; it is not supported: leave it out or give 0"),
