@@ -42,6 +42,9 @@ SMALL = 4 * 1024  # bytes that are read and tokenised in about the time that a t
 SECONDS_TO_READ = 30.0  # a client that is slower to send its request, or to take its answer, is hung up on
 SECONDS_UNTIL_STREAM = 10.0  # then a stream begins with pings: proxies give up on silence
 LONGEST_RETRY = 60  # seconds that a client is told to wait at most
+LINE_ENDS = {
+    code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)
+}  # to some clients; in JSON they stand in texts alone
 
 T = TypeVar("T")
 
@@ -217,7 +220,7 @@ async def _events(job: Job[Json], batch: list[Json] | None) -> AsyncIterator[byt
 
 
 def _event(value: Json) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + json.dumps(value, ensure_ascii=False).translate(LINE_ENDS).encode() + b"\n\n"
 
 
 def application(service: Service, line: Line, access: Access) -> Starlette:

@@ -13,6 +13,7 @@ import openai
 import pytest
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.rules.table import RULES
+from edgespec_runtime.serving import app
 from served import CHAT, ask, listening, served, stream
 from simulated_machine import STEEP, costs_of
 
@@ -140,6 +141,13 @@ def test_httpx_reads_the_events_of_a_stream(url: str) -> None:
         assert counts[-1] == whole["usage"]["completion_tokens"]
         again = client.post(f"{url}/v1/chat/completions", json=CHAT)  # on the same connection
         assert again.json()["choices"] == whole["choices"]
+
+
+def test_an_event_is_one_line_to_every_client() -> None:
+    """httpx and requests split lines where Unicode does, which server-sent events do not."""
+    told = {"content": "a\u2028b\u2029c\x85d 日"}
+    (line,) = filter(None, app._event(told).decode().splitlines())
+    assert json.loads(line.removeprefix("data: ")) == told
 
 
 def test_every_rule_by_request(url: str) -> None:
