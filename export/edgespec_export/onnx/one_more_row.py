@@ -6,7 +6,8 @@ pass has one token, each GroupQueryAttention reads a row of zeros behind it, and
 no such row: it would cost them time and change nothing.
 
 The zero row's key and value land in the cache behind the text, where the next pass overwrites them. So a text is one token
-shorter than the cache, and the graph says so in its metadata.
+shorter than the cache, and the graph says so in its metadata. Another engine may fill its cache to the end, or have one that
+grows with each pass: where the cache has no place behind the text, the graph reads no such row.
 
 Left alone are graphs where that does not hold or the row has no place:
   - int4, whose products add floats between the blocks of a row, in an order that depends on how many rows there are;
@@ -28,6 +29,7 @@ from edgespec_export.onnx.folder import Nodes, set_nodes
 
 ATTENTION = "GroupQueryAttention"
 ROWS = slice(0, 3)  # inputs of the attention: queries, keys and values, or all of them in the first
+CACHE = 3  # input of the attention: the keys before, [batch, heads, places, size]
 LENGTHS = slice(5, 7)  # inputs of the attention: the index of the last key, and how many keys there are
 BY_ROW = slice(9, 11)  # inputs of the attention: positions and a bias
 TOKENS = "input_ids"  # input of the graph, [batch, rows]
@@ -53,10 +55,11 @@ def attend_one_more_row(graph_file: Path) -> bool:
     made = Nodes()
     for name, value in {"two": [2], "before": [0, 0, 0, 0], "zero": [0], "axis": [1]}.items():
         made.constant(AT + name, np.array(value, np.int64))
-    _how_many_rows(made)
     longer: set[str] = set()  # names of lengths that one was added to
     for node in model.graph.node:
         if node.op_type == ATTENTION:
+            if not longer:
+                _how_many_rows(made, node)
             _with_a_row(made, node, longer)
         else:
             made.nodes.append(node)
@@ -85,14 +88,18 @@ def _with_a_row(made: Nodes, attention: Any, longer: set[str]) -> None:
     made.add("Slice", [at + "output", AT + "zero", AT + "rows", AT + "axis"], output, name=at + "Slice")
 
 
-def _how_many_rows(made: Nodes) -> None:
+def _how_many_rows(made: Nodes, attention: Any) -> None:
     """Add what counts a pass's tokens, and says how many rows its attention reads more: one for one token, else none."""
     from onnx import TensorProto
 
     made.add("Shape", [TOKENS], AT + "rows", start=1, end=2)
-    single = made.add("Less", [AT + "rows", AT + "two"], AT + "single")
-    made.add("Cast", [single], AT + "more_64", to=TensorProto.INT64)
-    more = made.add("Cast", [single], AT + "more", to=TensorProto.INT32)
+    made.add("Less", [AT + "rows", AT + "two"], AT + "single")
+    keys = made.add("Cast", [attention.input[LENGTHS][1]], AT + "keys", to=TensorProto.INT64)
+    places = made.add("Shape", [attention.input[CACHE]], AT + "places", start=2, end=3)
+    made.add("Less", [keys, places], AT + "room")
+    reads = made.add("And", [AT + "single", AT + "room"], AT + "reads")
+    made.add("Cast", [reads], AT + "more_64", to=TensorProto.INT64)
+    more = made.add("Cast", [reads], AT + "more", to=TensorProto.INT32)
     made.add("Squeeze", [more], AT + "more_rows")
     # of [batch, rows, width]: at the rows' end
     made.add("Concat", [AT + "before", AT + "more_64", AT + "zero"], AT + "pads", axis=0)

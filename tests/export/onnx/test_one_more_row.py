@@ -13,6 +13,7 @@ from edgespec_export.onnx import to_onnx
 from edgespec_export.onnx.one_more_row import attend_one_more_row
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
 from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER, SPARE_TOKENS, OnnxRuntimeEngine
+from edgespec_runtime.untrusted.genai_settings import read_settings
 from onnx import TensorProto, helper, numpy_helper
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError
@@ -107,6 +108,29 @@ def test_a_text_is_one_token_shorter_than_the_model_and_its_last_place_works(
     assert np.isfinite(logits).all()
     with pytest.raises(InputError, match="exceed the context"):
         model.forward([5])
+
+
+@pytest.mark.parametrize("grows", [True, False], ids=["a cache that grows", "a cache as long as the text"])
+def test_another_engine_need_not_know_of_the_row(folders: dict[str, Path], grows: bool) -> None:
+    """Its cache has no place behind the text: always, or in the last step. There the graph reads the text's rows alone."""
+    folder, length = folders["llama"], len(IDS)
+    session = ort.InferenceSession(str(folder / FAST_GRAPH), providers=["CPUExecutionProvider"])
+    settings = read_settings(folder)
+    cache = np.zeros((1, settings.kv_heads, 0 if grows else length, settings.head_size), np.float32)
+    names = [value.name for value in session.get_inputs() if value.name.startswith("past_key_values.")]
+    fed_in = dict.fromkeys(names, cache)
+    found = []
+    for place, token in enumerate(IDS):
+        tokens = {"input_ids": [[token]], "attention_mask": [[1] * (place + 1)]}
+        given = {name: np.array(value, np.int64) for name, value in tokens.items()}
+        logits, *after = session.run(None, given | fed_in)
+        fed_in = dict(zip(names, after, strict=True))
+        assert {each.shape[2] for each in after} == {place + 1 if grows else length}
+        found.append(logits[0, 0])
+    wanted = fed(engine(folder), [1] * length)
+    assert np.abs(np.array(found) - wanted).max() < 0.02 * np.abs(wanted).max()
+    if not grows:  # only the last step goes without the row
+        np.testing.assert_array_equal(found[:-1], wanted[:-1])
 
 
 @pytest.mark.parametrize("told", ["-1", "one", "64", "9" * 9])
