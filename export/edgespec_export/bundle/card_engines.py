@@ -19,6 +19,7 @@ from edgespec_export.other_engines.other_engines import (
     GENAI_SETTINGS,
     SGLANG_SETTINGS,
     VLLM_SETTINGS,
+    genai_graphs,
     genai_precisions,
     overlay,
 )
@@ -61,11 +62,12 @@ class Rates:
 class Commands:
     """What the commands name: the target (a hub id, or TARGET), and which kinds of files the bundle has for a pair.
 
-    `onnx`: the precision of the bundle's genai_config.json, then those reached by an overlay; `gguf`: both GGUF files.
+    `onnx`: the precision of the bundle's genai_config.json, then those reached by an overlay, each with its graphs; `gguf`: both
+    GGUF files.
     """
 
     target: str
-    onnx: Sequence[str]
+    onnx: Mapping[str, Mapping[str, str]]
     gguf: tuple[str, str] | None
     checkpoint: bool
 
@@ -118,9 +120,10 @@ def commands_of(manifest: Manifest) -> Commands:
     # the default, else Q8_0, which changes least, else the last (exporters list the smallest there)
     named = next((name for name in (default, "q8_0", *gguf[-1:]) if name in gguf), None)
     target, drafter = (model.files["llama.cpp"][named] if named else "" for model in models)
+    genai = genai_precisions(onnx, default, manifest.lists) if GENAI_SETTINGS in manifest.files else ()
     return Commands(
         target=hub_id(manifest.target.source) or "TARGET",
-        onnx=genai_precisions(onnx, default, manifest.lists) if GENAI_SETTINGS in manifest.files else (),
+        onnx={name: genai_graphs(name, manifest.default, manifest.lists) for name in genai},
         gguf=(target, drafter) if named else None,
         checkpoint=manifest.lists(CHECKPOINT),
     )
@@ -155,15 +158,16 @@ def entries(commands: Commands) -> list[EngineEntry]:
             "    generator.generate_next_token()\n"
             'print(generator.get_speculative_stats()["acceptance_rate"])\n'
         )
-        for other in commands.onnx[1:]:
-            settings = json.dumps(overlay(other))
+        first, *others = commands.onnx
+        for other in others:
+            settings = json.dumps(overlay(commands.onnx[other]))
             code += (
                 f"\n# {other}: config = og.Config(\".\"); config.overlay('{settings}'); og.Model(config)\n"
             )
         found.append(
             EngineEntry(
                 "onnxruntime-genai", RATIO, "lossless", code,
-                f"0.18 or newer; the files are the {commands.onnx[0]} ones. It counts draft tokens behind an end of turn too.",
+                f"0.18 or newer; the files are the {first} ones. It counts draft tokens behind an end of turn too.",
             )
         )  # fmt: skip
     if commands.checkpoint:

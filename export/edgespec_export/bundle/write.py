@@ -7,7 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from edgespec_runtime.engines.exactness import FAST
 from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, vocabulary_of, write_vocabulary
+from edgespec_runtime.pair.bundle import usual_mode
 
 from edgespec.core import __version__
 from edgespec.core.errors import InputError
@@ -139,7 +141,7 @@ def write_bundle(
         )
         if subset is None:  # else no other engine can run the pair
             checkpoint = drafter_folder if device is None else None
-            write_elsewhere(folder, checkpoint, both.get("onnxruntime", []), choice.default["precision"])
+            write_elsewhere(folder, checkpoint, both.get("onnxruntime", []), choice.default)
         tokenizer_hash = sha256_file(folder / "tokenizer" / "tokenizer.json")
         manifest = Manifest(
             pair={"tokenizer_sha256": tokenizer_hash, "vocab_size": shapes["target"].vocab_size},
@@ -154,10 +156,9 @@ def write_bundle(
             files=describe_files(folder),
             device={} if device is None else device.settings(min(s.context_length for s in shapes.values())),
         )
-        usual = choice.default.get("fast", "").split()  # what runs in fast mode unless told otherwise
         rows = []
         for path, one in {file.path: file for file in files}.items():
-            fast = one.fast_graph is not None and "/".join(one.key) in usual
+            fast = one.fast_graph is not None and usual_mode(choice.default, *one.key) == FAST
             name = path.relative_to(export_folder).as_posix()
             rows.append(CardFile(name, sizes[path], streamed[one.role, one.key, fast]))
         card = folder / "README.md"

@@ -14,6 +14,7 @@ from typing import Any
 
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
+from edgespec_runtime.engines.exactness import FAST
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
 from edgespec.core.errors import CheckFailed, InputError
@@ -189,14 +190,15 @@ def chosen(options: Options, manifest: Manifest) -> list[str]:
 
 def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Compared:
     """Both on the same files: edgespec first, then the other engine."""
-    engine, precision = "llama.cpp", gguf_precision(manifest)
-    if name == GENAI:
-        engine, precision = "onnxruntime", GenAi.precision_of(bundle)
+    engine, precision, mode = "llama.cpp", gguf_precision(manifest), ""
+    if name == GENAI:  # in bundles made before, its settings name the exact graph whatever the default
+        engine, (precision, mode) = "onnxruntime", GenAi.runs(bundle)
     if name == TRANSFORMERS:
         floats, pairs = ("onnxruntime", "fp32"), manifest.pairs()
         engine, precision = floats if floats in pairs else pairs[0]
     rule = "match-greedy" if name in (PYTHON, BINARY) else "lossless"
-    with closing(open_pair(bundle, LoadOptions(engine=engine, precision=precision, threads=1))) as pair:
+    how = LoadOptions(engine=engine, precision=precision, threads=1, mode=mode)
+    with closing(open_pair(bundle, how)) as pair:
         prompts = [
             Prompt(pair.tokenizer.encode_chat(chat), pair.tokenizer.render(chat))
             for chat in pair.prompts()[: options.prompts]
@@ -215,7 +217,8 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
             draw = Draw(options.temperature, seed)
             answers.append(other.answer(prompt.ids, prompt.rendered, options.max_new_tokens, draw))
             bar.update(1)
-        files, drawn, limit = f"{engine} {precision}", options.temperature > 0, options.max_new_tokens
+        files = f"{engine} {precision}" + (f" {FAST}" if mode == FAST else "")
+        drawn, limit = options.temperature > 0, options.max_new_tokens
         return Compared(other.name, files, rule, drawn, limit, answers, ours)
 
 

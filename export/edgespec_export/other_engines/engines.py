@@ -8,13 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 import numpy as np
+from edgespec_runtime.engines.exactness import EXACT, FAST
 
 from edgespec.core.errors import MissingExtra
 from edgespec.core.files import read_json
+from edgespec_export.onnx.to_onnx import FAST_GRAPH
 from edgespec_export.other_engines.other_engines import CHECKPOINT, DRAFT_LENGTH, GENAI_SETTINGS
 
 
@@ -82,10 +84,10 @@ class GenAi(OtherEngine):
         self._vocab_size = int(read_json(bundle / GENAI_SETTINGS)["model"]["vocab_size"])
 
     @staticmethod
-    def precision_of(bundle: Path) -> str:
-        """The precision that the bundle's genai_config.json names."""
-        filename = read_json(bundle / GENAI_SETTINGS)["model"]["decoder"]["filename"]
-        return str(filename).split("/")[1].removeprefix("onnx-")
+    def runs(bundle: Path) -> tuple[str, str]:
+        """The precision of the bundle's genai_config.json, and the mode whose graph it names for the target."""
+        graph = PurePosixPath(read_json(bundle / GENAI_SETTINGS)["model"]["decoder"]["filename"])
+        return graph.parent.name.removeprefix("onnx-"), FAST if graph.name == FAST_GRAPH else EXACT
 
     def answer(self, prompt: Sequence[int], rendered: str, limit: int, draw: Draw = GREEDY) -> Answer:
         parameters = self._package.GeneratorParams(self._model)

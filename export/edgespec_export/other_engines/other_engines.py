@@ -12,19 +12,24 @@ Knows what these engines' documentation asks for, and no engine itself; a drafte
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from edgespec_runtime.engines.exactness import FAST
+from edgespec_runtime.pair.bundle import kernels, usual_mode
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, read_json, write_json, write_text
 from edgespec.core.manifest import ROLES
 from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
+from edgespec.recipe.devices import ONNXRUNTIME
+from edgespec_export.onnx.to_onnx import FAST_GRAPH
 
 DRAFT_LENGTH = 3  # the direct-alignment paper's γ; every engine below takes another one as an option
 GENAI_SETTINGS = "genai_config.json"
+GENAI_BLOCKS = {"decoder": "target", "draft": "drafter"}
 CHECKPOINT = "drafter/checkpoint"
 VLLM_SETTINGS, SGLANG_SETTINGS = "elsewhere/vllm.yaml", "elsewhere/sglang.yaml"
 CHECKPOINT_FILES = (
@@ -57,19 +62,21 @@ SGLANG = {
 
 
 def write_elsewhere(
-    folder: Path, drafter_folder: Path | None, precisions: Sequence[str], default: str
+    folder: Path, drafter_folder: Path | None, precisions: Sequence[str], default: Mapping[str, str]
 ) -> None:
     """Write the files above into the bundle `folder`, whose models are in place.
 
-    `drafter_folder` is the drafter's model folder (None: no checkpoint). `precisions` are the ONNX ones both models have;
-    genai_config.json names the first of `genai_precisions`. Raises InputError where the checkpoint is not a safetensors one.
+    `drafter_folder` is the drafter's model folder (None: no checkpoint). `precisions` are the ONNX ones both models have,
+    `default` is the manifest's. genai_config.json is of the first of `genai_precisions`. Raises InputError where the checkpoint
+    is not a safetensors one.
     """
 
     def is_there(name: str) -> bool:
         return (folder / name).is_file()
 
-    if readable := genai_precisions(precisions, default, is_there):
-        write_json(folder / GENAI_SETTINGS, pair_settings(folder, readable[0]))
+    if readable := genai_precisions(precisions, default["precision"], is_there):
+        graphs = genai_graphs(readable[0], default, is_there)
+        write_json(folder / GENAI_SETTINGS, pair_settings(folder, readable[0], graphs))
         copy_tokenizer(folder / "tokenizer", folder)
     if drafter_folder is not None:
         _write_checkpoint(drafter_folder, folder / CHECKPOINT)
@@ -90,29 +97,43 @@ def genai_precisions(precisions: Sequence[str], default: str, is_there: Callable
     return sorted(readable, key=lambda name: name != default)
 
 
-def pair_settings(folder: Path, precision: str) -> dict[str, Any]:
-    """genai_config.json of the pair: the target's own, with the drafter's decoder as model.draft.
+def genai_graphs(
+    precision: str, default: Mapping[str, Any], is_there: Callable[[str], bool]
+) -> dict[str, str]:
+    """{block of genai_config.json's model: its graph in the bundle}, those that edgespec runs unless told otherwise.
+
+    So both give the same text, as fast. `default`: the manifest's.
+    """
+    fast, found = usual_mode(default, ONNXRUNTIME, precision) == FAST, {}
+    for block, role in GENAI_BLOCKS.items():
+        home = Path(role, f"onnx-{precision}")
+        fast_graph = home / FAST_GRAPH if is_there((home / FAST_GRAPH).as_posix()) else None
+        graph, _ = kernels(ONNXRUNTIME, role, fast_graph, None, fast=fast)
+        found[block] = (graph or home / "model.onnx").as_posix()
+    return found
+
+
+def pair_settings(folder: Path, precision: str, graphs: Mapping[str, str]) -> dict[str, Any]:
+    """genai_config.json of the pair: the target's own, with the drafter's decoder as model.draft and the `genai_graphs`.
 
     The length is the shorter of both models' contexts. Adding `model.draft` is what turns speculation on (onnxruntime-genai
     0.18, docs/SpeculativeDecoding.md).
     """
-    places = {role: f"{role}/onnx-{precision}" for role in ROLES}
-    target, drafter = (read_json(folder / place / GENAI_SETTINGS) for place in places.values())
+    target, drafter = (read_json(folder / role / f"onnx-{precision}" / GENAI_SETTINGS) for role in ROLES)
     settings: dict[str, Any] = copy.deepcopy(target)
     model = settings["model"]
     model["context_length"] = min(part["model"]["context_length"] for part in (target, drafter))
     settings["search"]["max_length"] = min(settings["search"]["max_length"], model["context_length"])
     model["draft"] = copy.deepcopy(drafter["model"]["decoder"])
-    for block, place in (("decoder", places["target"]), ("draft", places["drafter"])):
-        model[block]["filename"] = f"{place}/{model[block]['filename']}"
+    for block, graph in graphs.items():
+        model[block]["filename"] = graph
     settings["speculative"] = {"max_draft_tokens": DRAFT_LENGTH}
     return settings
 
 
-def overlay(precision: str) -> dict[str, Any]:
-    """What `onnxruntime_genai.Config.overlay` takes (as JSON) to run the pair in another precision."""
-    roles = {"decoder": "target", "draft": "drafter"}
-    return {"model": {at: {"filename": f"{role}/onnx-{precision}/model.onnx"} for at, role in roles.items()}}
+def overlay(graphs: Mapping[str, str]) -> dict[str, Any]:
+    """What `onnxruntime_genai.Config.overlay` takes (as JSON) to run the pair from other `genai_graphs`."""
+    return {"model": {block: {"filename": graph} for block, graph in graphs.items()}}
 
 
 def _write_checkpoint(source: Path, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,9 +208,12 @@ def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
     return engine, preferred if preferred in offered else offered[0]
 
 
-def _usual_mode(manifest: Manifest, engine: str, precision: str) -> str:
-    """Fast for the files whose exact kernels would slow plain decoding, as timed where the bundle was made; else exact."""
-    return FAST if f"{engine}/{precision}" in str(manifest.default.get("fast", "")).split() else EXACT
+def usual_mode(default: Mapping[str, Any], engine: str, precision: str) -> str:
+    """Fast for the files whose exact kernels would slow plain decoding, as timed where the bundle was made; else exact.
+
+    `default`: the manifest's.
+    """
+    return FAST if f"{engine}/{precision}" in str(default.get("fast", "")).split() else EXACT
 
 
 def _drafters_vocabulary(manifest: Manifest, target: Engine) -> Vocabulary | None:
@@ -252,7 +256,7 @@ def open_pair(
     manifest = manifest or open_manifest(folder, hashes=False)
     assert manifest.folder is not None
     engine, precision = _choose(manifest, options)
-    options = replace(options, mode=options.mode or _usual_mode(manifest, engine, precision))
+    options = replace(options, mode=options.mode or usual_mode(manifest.default, engine, precision))
     ratios = manifest.cost_ratios(engine, precision, fast=options.mode == FAST)
     for name in ("tokenizer", *(getattr(manifest, role).files[engine][precision] for role in ROLES)):
         manifest.check_folder(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -169,6 +170,16 @@ def test_what_each_engine_should_show() -> None:
     assert "9.9" not in text  # the pretrained drafter is not the one in the bundle
     assert "48 held-out prompts" in text
     assert "up to 128 tokens" in text
+
+
+@pytest.mark.parametrize(("fast", "target"), [("", "model.onnx"), ("onnxruntime/int4", "model-fast.onnx")])
+def test_genai_is_told_the_graphs_that_edgespec_runs(fast: str, target: str) -> None:
+    graphs = {f"{role}/onnx-int4/model-fast.onnx": BundleFile("", 0) for role in ROLES}
+    text = with_manifest(default=MANIFEST.default | {"fast": fast}, files=MANIFEST.files | graphs).text()
+    (line,) = [line for line in text.splitlines() if "config.overlay(" in line]
+    model = json.loads(line.split("'")[1])["model"]
+    assert model["decoder"]["filename"] == f"target/onnx-int4/{target}"
+    assert model["draft"]["filename"] == "drafter/onnx-int4/model-fast.onnx"
 
 
 def test_builds_that_measured_less() -> None:

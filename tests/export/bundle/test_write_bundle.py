@@ -323,3 +323,5 @@ def test_c_is_that_of_the_graph_that_runs(
             assert pair.cost_ratios["bytes"] == ratio
     rows = [line for line in (out / "README.md").read_text().splitlines() if "onnx-int8`" in line]
     assert [row.split()[-3] for row in rows] == [f"{size / 2**20:.2f}" for size in (fast, small)]
+    genai = read_json(out / "genai_config.json")["model"]  # and onnxruntime-genai runs that graph
+    assert genai["decoder"]["filename"] == "target/onnx-int8/model-fast.onnx"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from edgespec_export.other_engines.check import GENAI, Options, compare
 from edgespec_export.other_engines.engines import GenAi, LlamaCppPython, Transformers, until_stop
 from edgespec_export.other_engines.other_engines import (
     CHECKPOINT,
@@ -20,17 +22,20 @@ from edgespec_export.other_engines.other_engines import (
     GENAI_SETTINGS,
     SGLANG_SETTINGS,
     VLLM_SETTINGS,
+    genai_graphs,
     overlay,
     write_elsewhere,
 )
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
+from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from tiny_bundle import PROMPTS, disturbed, exported_bundle
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
-from edgespec.core.manifest import open_manifest
+from edgespec.core.files import read_json, write_json
+from edgespec.core.manifest import describe_files, open_manifest, write_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.hub.publish import check_names
 
@@ -62,12 +67,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((drafter / "config.json").read_text())
     (drafter / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 192}))
     (drafter / "pytorch_model.bin").write_bytes(b"a pickle")
-    exported_bundle(root, target, drafter, onnx=("fp32", "int4"), prompts=PROMPTS)
+    exported_bundle(root, target, drafter, onnx=("fp32", "int4", "int8"), prompts=PROMPTS)
     return root
 
 
-def opened(folder: Path, engine: str, precision: str) -> Pair:
-    return open_pair(folder / "bundle", LoadOptions(engine=engine, precision=precision, threads=1))
+def opened(folder: Path, engine: str, precision: str, mode: str = "") -> Pair:
+    return open_pair(folder / "bundle", LoadOptions(engine=engine, precision=precision, threads=1, mode=mode))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +113,7 @@ def test_genai_runs_the_bundle_as_it_is(folder: Path, floats: Pair) -> None:
     stops = frozenset(floats.tokenizer.stop_ids)
     rates = []
     with GenAi(folder / "bundle", stops) as genai:
-        assert GenAi.precision_of(folder / "bundle") == "fp32"
+        assert GenAi.runs(folder / "bundle") == ("fp32", EXACT)
         for prompt in prompts_of(floats):
             answer = genai.answer(prompt, "", LIMIT)
             text = greedy_text(floats, prompt)
@@ -164,26 +169,75 @@ def test_genai_samples_by_the_lossless_rule(folder: Path, floats: Pair) -> None:
     assert abs(z(sampled)) > 10
 
 
-def test_genai_in_another_precision(folder: Path, floats: Pair) -> None:
+@pytest.mark.parametrize(("precision", "mode"), [("int4", EXACT), ("int4", FAST), ("int8", FAST)])
+def test_genai_in_another_precision(folder: Path, floats: Pair, precision: str, mode: str) -> None:
+    """The text is edgespec's in the mode that the bundle runs it in, also where the reply ends with the cache."""
     import onnxruntime_genai as og
 
-    pair = opened(folder, "onnxruntime", "int4")
+    pair = opened(folder, "onnxruntime", precision, mode)
+    default = {"fast": f"onnxruntime/{precision}" if mode == FAST else ""}
     config = og.Config(str(folder / "bundle"))
-    config.overlay(json.dumps(overlay("int4")))
+    config.overlay(json.dumps(overlay(genai_graphs(precision, default, pair.manifest.lists))))
     model = og.Model(config)
     differ = False
     for prompt in prompts_of(pair):
-        parameters = og.GeneratorParams(model)
-        parameters.set_search_options(max_length=len(prompt) + LIMIT)
-        generator = og.Generator(model, parameters)
-        generator.append_tokens(np.asarray(prompt, np.int32))
-        while not generator.is_done():
-            generator.generate_next_token()
-        tokens = generator.get_sequence(0)[len(prompt) :].tolist()
-        assert until_stop(tokens, frozenset(pair.tokenizer.stop_ids)) == greedy_text(pair, prompt)
-        differ |= greedy_text(pair, prompt) != greedy_text(floats, prompt)
-    assert differ  # int4 is another model: the overlay was obeyed
+        for limit in (1, 2, 3, 4, 5, 6, LIMIT):
+            parameters = og.GeneratorParams(model)
+            parameters.set_search_options(max_length=len(prompt) + limit)
+            generator = og.Generator(model, parameters)
+            generator.append_tokens(np.asarray(prompt, np.int32))
+            while not generator.is_done():
+                generator.generate_next_token()
+            tokens = generator.get_sequence(0)[len(prompt) :].tolist()
+            wanted = greedy_text(pair, prompt, limit)
+            assert until_stop(tokens, frozenset(pair.tokenizer.stop_ids)) == wanted
+        differ |= wanted != greedy_text(floats, prompt)
+    assert differ  # it is another model: the overlay was obeyed
     pair.close()
+
+
+@pytest.mark.parametrize(
+    ("precision", "fast", "target", "drafter"),
+    [
+        ("int8", "onnxruntime/int4 onnxruntime/int8", "model-fast.onnx", "model-fast.onnx"),
+        ("int8", "onnxruntime/int4 llama.cpp/int8", "model.onnx", "model-fast.onnx"),
+        ("int8", None, "model.onnx", "model-fast.onnx"),  # a bundle that timed nothing
+        ("fp32", "onnxruntime/fp32", "model.onnx", "model.onnx"),
+    ],
+)
+def test_genai_gets_the_graphs_that_edgespec_runs(
+    folder: Path, tmp_path: Path, precision: str, fast: str | None, target: str, drafter: str
+) -> None:
+    """The drafter's fast one in any mode; the target's only where that is its mode unless told otherwise."""
+    (tmp_path / "tokenizer").mkdir()
+    for role in ("target", "drafter"):
+        shutil.copytree(folder / "bundle" / role / f"onnx-{precision}", tmp_path / role / f"onnx-{precision}")
+    default = {"engine": "onnxruntime", "precision": precision} | ({} if fast is None else {"fast": fast})
+    write_elsewhere(tmp_path, None, [precision], default)
+    model = read_json(tmp_path / GENAI_SETTINGS)["model"]
+    assert model["decoder"]["filename"] == f"target/onnx-{precision}/{target}"
+    assert model["draft"]["filename"] == f"drafter/onnx-{precision}/{drafter}"
+    assert GenAi.runs(tmp_path) == (precision, FAST if target == "model-fast.onnx" else EXACT)
+    for role in ("target", "drafter"):
+        (tmp_path / role / f"onnx-{precision}" / "model-fast.onnx").unlink(missing_ok=True)
+    found = genai_graphs(precision, default, lambda name: (tmp_path / name).is_file())
+    assert {Path(name).name for name in found.values()} == {"model.onnx"}
+
+
+@pytest.mark.parametrize("mode", [FAST, EXACT])
+def test_both_sides_of_the_check_run_one_graph(folder: Path, tmp_path: Path, mode: str) -> None:
+    """That of genai_config.json: in bundles made before there was a choice it is the exact one, though fast is the default."""
+    bundle = shutil.copytree(folder / "bundle", tmp_path / "bundle")
+    settings, manifest = read_json(bundle / GENAI_SETTINGS), open_manifest(bundle)
+    default = {**manifest.default, "precision": "int4", "fast": "onnxruntime/int4"}
+    graphs = genai_graphs("int4", default if mode == FAST else {}, manifest.lists)
+    for block, graph in graphs.items():
+        settings["model"][block]["filename"] = graph
+    write_json(bundle / GENAI_SETTINGS, settings)
+    write_manifest(bundle, replace(manifest, default=default, files=describe_files(bundle), folder=None))
+    found = compare(GENAI, bundle, open_manifest(bundle), Options(bundle=str(bundle), max_new_tokens=LIMIT))
+    assert found.same == len(PROMPTS)
+    assert found.files == ("onnxruntime int4 fast" if mode == FAST else "onnxruntime int4")
 
 
 def test_settings_of_the_pair(folder: Path) -> None:
@@ -276,7 +330,7 @@ def test_the_checkpoint_is_safetensors_and_leaves_the_drafter_alone(folder: Path
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"a pickle")
     with pytest.raises(InputError, match=r"pickled has no \*\.safetensors"):
-        write_elsewhere(tmp_path, tmp_path / "pickled", (), "fp32")
+        write_elsewhere(tmp_path, tmp_path / "pickled", (), {"precision": "fp32"})
 
 
 def test_the_default_precision_goes_first(folder: Path, tmp_path: Path) -> None:
@@ -289,7 +343,7 @@ def test_the_default_precision_goes_first(folder: Path, tmp_path: Path) -> None:
                 place.mkdir(parents=True)
                 source = folder / "bundle" / role / f"onnx-{precision}" / GENAI_SETTINGS
                 (place / GENAI_SETTINGS).write_bytes(source.read_bytes())
-        write_elsewhere(bundle, None, ("fp32", "int4"), default)
+        write_elsewhere(bundle, None, ("fp32", "int4"), {"precision": default})
         assert f"onnx-{wanted}" in (bundle / GENAI_SETTINGS).read_text()
         assert not (bundle / CHECKPOINT).exists()
 
