@@ -175,9 +175,9 @@ def load_model(
         engine = OPENVINO
     fast = options.mode == FAST
     fast_graph = manifest.fast_graph(role, engine, precision) if engine == ONNXRUNTIME else None
-    if fast and fast_graph is None and engine == ONNXRUNTIME and precision in ROUNDED:
+    if fast and role == "target" and fast_graph is None and engine == ONNXRUNTIME and precision in ROUNDED:
         raise InputError(
-            f"mode is {FAST!r}, and the bundle's {precision} {role} has no graph for it (it was made before there was one); "
+            f"mode is {FAST!r}, and the bundle's {precision} target has no graph for it (it was made before there was one); "
             f"build the bundle again, or leave --mode at {EXACT}"
         )
     graph, flash_attention = kernels(engine, role, fast_graph, options.flash_attention, fast=fast)

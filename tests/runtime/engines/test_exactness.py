@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,19 @@ def test_a_bundle_of_an_earlier_edgespec_opens(made: Path, tmp_path: Path) -> No
     assert pair.flash_attention is False
     assert str(pair.measured_exactness()) == "fast mode (not measured where the bundle was made)"
     pair.close()
+
+
+def test_a_float_drafter_stands_beside_a_target_in_fast_mode(made: Path, tmp_path: Path) -> None:
+    """As a bundle has it where the drafter's floats cost little; they have no graph of the fast mode."""
+    folder = shutil.copytree(made, tmp_path / "bundle")
+    manifest = read_json(folder / "manifest.json")
+    files, fast = (manifest["drafter"][name]["onnxruntime"] for name in ("files", "fast"))
+    files["int4"] = files["fp32"]
+    del fast["int4"]
+    write_json(folder / "manifest.json", manifest)
+    with closing(open_pair(folder, LoadOptions("onnxruntime", "int4", threads=1, mode=FAST))) as pair:
+        assert pair.fast_graph
+        assert pair.draft is not None
 
 
 def test_the_fast_graph_is_checked_like_every_file(made: Path, tmp_path: Path) -> None:
