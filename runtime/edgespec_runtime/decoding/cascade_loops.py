@@ -22,7 +22,7 @@ from edgespec.core.metrics import RawCounts
 from edgespec_runtime.decoding.block_clock import DRAFT, VERIFY, BlockClock
 from edgespec_runtime.decoding.drafters import Drafter, highest_probability
 from edgespec_runtime.decoding.options import Block, DecodingOptions
-from edgespec_runtime.decoding.reply_state import ReplyState, timed
+from edgespec_runtime.decoding.reply_state import ReplyState
 from edgespec_runtime.engines.cached_engine import CachedEngine, common_length
 from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.rules.acceptance import Draft, TokenRule
@@ -73,10 +73,11 @@ class CascadeState(ReplyState):
         fits = len(self.ids) <= model.engine.context_length
         return model.read(self.ids[len(model.tokens) :]) if fits else None
 
-    @timed(VERIFY)
     def target_logits(self) -> Logits:
         """The target's logits [V] behind `ids`."""
-        return self.target.read(self.ids[len(self.target.tokens) :])
+        logits = self.target.read(self.ids[len(self.target.tokens) :])
+        self.clock.lap(VERIFY)
+        return logits
 
     def write(self, distribution: Categorical) -> int:
         """Append a token drawn from `distribution`; it is not emitted yet."""

@@ -1,14 +1,12 @@
 """The text of a reply so far: where it ends, when its context shifts, and what the caches of both models hold of it.
 
-Its methods are the parts of a block, and each notes on the reply's clock what it took. So the loops need not look at it.
+Its methods are the parts of a block. Those that the reply's clock tells apart end with a lap of it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Collection, Sequence
 
 from edgespec_runtime.decoding.block_clock import CHOOSE, DRAFT, PREFILL, REREAD, VERIFY, BlockClock
 from edgespec_runtime.decoding.drafters import Drafter, propose, window_of
@@ -21,24 +19,6 @@ from edgespec_runtime.rules.sampling import TokenSource, Warp
 from edgespec_runtime.rules.table import MAX_DRAFT
 
 NOTHING = Draft()  # of a plain step: making one takes microseconds
-S = TypeVar("S", bound="ReplyState")
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def timed(part: int) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
-    """For a method of a text: its time is this part of the block."""
-
-    def wrap(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-        @wraps(method)
-        def measured(text: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            found = method(text, *args, **kwargs)
-            text.clock.lap(part)
-            return found
-
-        return measured
-
-    return wrap
 
 
 class ReplyState:
@@ -69,15 +49,15 @@ class ReplyState:
         if self._window is None:
             self.end, self._shift_at = min(self.end, self._limit), sys.maxsize
 
-    @timed(PREFILL)
     def prefill(self) -> None:
         """The target reads all but the last token."""
         self._target.prefill(self.ids[:-1])
+        self.clock.lap(PREFILL)
 
-    @timed(PREFILL)
     def prefill_drafter(self) -> None:
         """The drafter reads what is unread."""
         self._read_drafter()
+        self.clock.lap(PREFILL)
 
     def _read_drafter(self) -> None:
         assert self._drafter is not None
@@ -90,7 +70,6 @@ class ReplyState:
         length = len(self.ids)
         return length >= self._shift_at or not self._target.holds_for(length)
 
-    @timed(REREAD)
     def make_room(self) -> int:
         """Shift where the context is full; the target reads the text again. Returns how many tokens were dropped."""
         dropped, again = 0, False
@@ -104,32 +83,37 @@ class ReplyState:
         self._target.prefill(self.ids[:-1])
         if again:
             self._read_drafter()  # behind the target, whose hidden states a head reads
+        self.clock.lap(REREAD)
         return dropped
 
-    @timed(CHOOSE)
     def choose(self, schedule: Schedule) -> int:
         """γ of the next block, at most what there is room for, from whoever can draft it."""
         context = len(self.ids)
         left = min(self.end, self._limit) - context - 1
         room = min(left, self._target.reach(context) - context, self._longest)
-        return schedule.draft_length(context, room, self._drafter.origins(self.ids) if self._drafter else ())
+        origins = self._drafter.origins(self.ids) if self._drafter else ()
+        length = schedule.draft_length(context, room, origins)
+        self.clock.lap(CHOOSE)
+        return length
 
-    @timed(DRAFT)
     def draft(self, length: int, how: Warp, source: TokenSource, rule: Rule, origin: int) -> Draft:
         """At most `length` tokens that may follow; nothing where nobody drafts. The arguments are those of `propose`."""
-        if self._drafter is None:
-            return NOTHING
-        if self.unread and origin == FROM_MODEL:
-            self.prefill_drafter()
-        return propose(self._drafter, self.ids, length, how, source, rule, origin)
+        found = NOTHING
+        if self._drafter is not None:
+            if self.unread and origin == FROM_MODEL:
+                self.prefill_drafter()
+            found = propose(self._drafter, self.ids, length, how, source, rule, origin)
+        self.clock.lap(DRAFT)
+        return found
 
-    @timed(VERIFY)
     def verify(self, drafted: list[int], size: int) -> Logits:
         """One pass of the target over the last token and the draft, padded to `size` where there is room; logits [size, V]."""
         last, context = self.ids[-1], len(self.ids)
         if size > 1 + len(drafted):
             size = min(size, self._target.reach(context) - context + 1)
-        return self._target.forward([last, *drafted, *[last] * (size - 1 - len(drafted))])
+        rows = self._target.forward([last, *drafted, *[last] * (size - 1 - len(drafted))])
+        self.clock.lap(VERIFY)
+        return rows
 
     def emit(self, new: list[int], stop: Collection[int]) -> tuple[list[int], str]:
         """Append a block up to a stop token. Returns (its tokens, why the reply ends: eos, length, context or '')."""

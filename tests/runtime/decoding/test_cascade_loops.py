@@ -188,6 +188,7 @@ def test_counts_of_a_sequence_cascade(a: float, kept: bool) -> None:
     assert reply == ([1, 2, 3] if kept else [2, 4, 6])
     assert (counts.emitted, counts.drafted, counts.blocks) == (3, 3, 0 if kept else 3)
     assert counts.total_seconds > counts.draft_seconds + counts.verify_seconds
+    assert (counts.verify_seconds == 0.0) is kept
     assert counts.acceptance_rate == (1.0 if kept else 0.0)
     assert setup.target_engine.passes == [3, *([] if kept else [1, 1, 1])]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from edgespec_runtime.chooser.pass_costs import LONGEST_PASS
-from edgespec_runtime.decoding import reply_state
+from edgespec_runtime.decoding import block_clock, reply_state
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, MOST_CHOSEN, DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome
@@ -247,6 +248,32 @@ def test_seconds_are_of_what_they_are_called() -> None:
     assert all(each.choosing_seconds >= Told.SECONDS for each in outcomes)
     whole = sum(each.choosing_seconds + each.seconds for each in outcomes)
     assert whole < counts.total_seconds
+
+
+def test_every_pass_is_of_the_part_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of the target takes a second, one of the drafter a thousand. The context shifts once, and both read again."""
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"], context_length=12)
+    assert setup.draft is not None
+    seconds = {setup.target: 1, setup.draft: 1000}
+    now = 0.0
+
+    def passes(model: CachedEngine) -> None:
+        nonlocal now
+        now += seconds[model]
+
+    monkeypatch.setattr(block_clock, "perf_counter", lambda: now)
+    for model in seconds:
+        model.before_pass = partial(passes, model)
+    told = Told(plain=0, length=2)
+    how = DecodingOptions(max_new_tokens=12, when_full="shift", keep=1)
+    for _ in decode(setup.target, setup.draft, [3, 4, 5], how, (), setup.counts, told):
+        pass
+    counts = setup.counts
+    assert (counts.prefill_seconds, counts.draft_seconds) == (1001, 8 * 1000)
+    assert counts.verify_seconds == 4 * 1 + 1001
+    assert counts.total_seconds == counts.draft_seconds + counts.verify_seconds
+    found = {(each.choosing_seconds, each.draft_seconds, each.seconds) for each in told.outcomes}
+    assert found == {(0, 2000, 2001)}
 
 
 def test_reading_the_prompt_is_no_part_of_a_block() -> None:
