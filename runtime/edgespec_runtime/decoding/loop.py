@@ -71,34 +71,34 @@ def decode(
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     source = source_of(rule, options.seed)
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
-    text, finish = ReplyState(target, drafter, prompt, options, BlockClock(counts)), ""
-    text.prefill()
+    reply, finish = ReplyState(target, drafter, prompt, options, BlockClock(counts)), ""
+    reply.prefill()
     try:
         while not finish:
-            text.clock.begin()
-            if text.is_full():
-                source.shift(text.make_room())
-            context = len(text.ids)
-            length = text.choose(schedule)
+            reply.clock.begin()
+            if reply.is_full():
+                source.shift(reply.make_room())
+            context = len(reply.ids)
+            length = reply.choose(schedule)
 
             proposed, origin = NOTHING, schedule.origin
             if length or rule.mixes:
-                proposed = text.draft(length, draft_how, source, rule, origin)
+                proposed = reply.draft(length, draft_how, source, rule, origin)
             drafted = len(proposed.tokens)
 
-            rows = text.verify(proposed.tokens, schedule.pass_length(1 + drafted))
+            rows = reply.verify(proposed.tokens, schedule.pass_length(1 + drafted))
             accepted, added = rule.verify(rows, proposed, how, source, context)
 
-            new, finish = text.emit([*proposed.tokens[:accepted], added], stop)
+            new, finish = reply.emit([*proposed.tokens[:accepted], added], stop)
             accepted = min(accepted, len(new))  # a stop token among them ends the reply
 
-            text.settle()
+            reply.settle()
             counts.add_block(drafted, accepted, len(new), proposed.copied)
-            schedule.observe(text.clock.outcome(drafted, accepted, len(new), len(rows), origin))
-            text.clock.end()
+            schedule.observe(reply.clock.outcome(drafted, accepted, len(new), len(rows), origin))
+            reply.clock.end()
             yield Block(tuple(new), accepted, finish)
     finally:
-        text.settle()
+        reply.settle()
 
 
 def source_of(rule: Rule, seed: int | None) -> TokenSource:
