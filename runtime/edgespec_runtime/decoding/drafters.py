@@ -22,8 +22,8 @@ from edgespec.core.errors import InputError
 from edgespec_runtime.decoding.lookup import SHORTEST, NgramIndex
 from edgespec_runtime.decoding.options import (
     HYBRID,
+    HYBRID_RULES,
     LOOKUP,
-    LOSSLESS_RULES,
     MODEL,
     NOBODY,
     SHIFT,
@@ -129,7 +129,7 @@ def drafter_of(options: ReplyOptions, model: CachedEngine | None) -> Drafter | N
     if options.who == MODEL:
         return drafter
     return HybridDrafter(
-        LookupDrafter(options.lookup_ngram), drafter, by_text=options.rule_name not in LOSSLESS_RULES
+        LookupDrafter(options.lookup_ngram), drafter, by_text=options.rule_name not in HYBRID_RULES
     )
 
 

@@ -13,8 +13,8 @@ from edgespec_runtime.rules.sampling import Warp
 from edgespec_runtime.rules.table import BLOCK, LOSSLESS, MAX_DRAFT, REPRODUCIBLE, RULES, LoopRule, rule_of
 
 MODEL, LOOKUP, HYBRID = "model", "lookup", "hybrid"
-# Rules of which copies join the model unasked: the text stays distributed as it is.
-LOSSLESS_RULES = (LOSSLESS, BLOCK, REPRODUCIBLE)
+# Rules under which copies join the model unasked; the text stays distributed as it is.
+HYBRID_RULES = (LOSSLESS, BLOCK, REPRODUCIBLE)
 NOBODY = "nobody"  # plain decoding; no choice on the command line, where --no-draft says it
 STOP, SHIFT = "stop", "shift"
 UNMEASURED = 3  # γ where nobody chose one and no costs are at hand: the direct-alignment paper's
@@ -42,7 +42,7 @@ class ReplyOptions(Warp):
     drafter: str | None = knob(
         None,
         "who drafts: the drafter model, prompt lookup (what followed the same tokens earlier), or hybrid: whichever of the two "
-        f"promises more (default: hybrid under the rules {', '.join(LOSSLESS_RULES)}, else the model)",
+        f"promises more (default: hybrid under the rules {', '.join(HYBRID_RULES)}, else the model)",
         choices=(MODEL, LOOKUP, HYBRID),
     )
     # at most 32: every token of a text costs the square of it
@@ -87,7 +87,7 @@ class ReplyOptions(Warp):
         """Who drafts: as asked for, or the default of the rule."""
         if self.drafter is not None:
             return self.drafter
-        return HYBRID if self.rule_name in LOSSLESS_RULES else MODEL
+        return HYBRID if self.rule_name in HYBRID_RULES else MODEL
 
     def acceptance_rule(self) -> Rule | LoopRule:
         """Raises InputError for an unknown rule, with its parameters."""
