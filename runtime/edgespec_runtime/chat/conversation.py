@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar
 
 from edgespec.core.errors import InputError
-from edgespec_runtime.decoding.options import SHIFT, ReplyOptions
+from edgespec_runtime.decoding.options import SHIFT, AnyOptions
 from edgespec_runtime.engines.cached_engine import CachedEngine, most_kept
 from edgespec_runtime.text.tokenizer import LIKELY, ChatTokenizer, Message
-
-Options = TypeVar("Options", bound=ReplyOptions)
 
 KEPT = 0.75  # of a full context's room: were it all of it, every later turn would move the text and be computed whole
 _PLACE = "\ue000reply\ue001"  # private-use characters: stands for the last reply in a rendering, to find what follows it
@@ -155,7 +152,9 @@ def check_size(tokenizer: ChatTokenizer, what: str, texts: Sequence[str], room: 
         )
 
 
-def keeping_system(options: Options, tokenizer: ChatTokenizer, system: str, target: CachedEngine) -> Options:
+def keeping_system(
+    options: AnyOptions, tokenizer: ChatTokenizer, system: str, target: CachedEngine
+) -> AnyOptions:
     """Options under which a shift of the target's context keeps the system prompt, unless they say themselves what it keeps.
 
     Raises InputError for a system prompt far beyond the context.

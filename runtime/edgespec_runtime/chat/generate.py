@@ -16,7 +16,7 @@ from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, to_mapping
 from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.texts import harmless
-from edgespec_runtime.chat.conversation import Conversation, keeping_system
+from edgespec_runtime.chat.conversation import Conversation, check_size, keeping_system
 from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.chat.status import NOTES
 from edgespec_runtime.chat.terminal import MAX_MESSAGE, typed
@@ -54,10 +54,7 @@ def read_prompt() -> str:
 
 def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
     """Prompt ids through the chat template, or of the text alone. Raises InputError for a text far beyond the context."""
-    limit = pair.target.engine.context_length
-    if tokens := pair.tokenizer.far_beyond(limit, [text, system]):
-        words = f"the prompt has more than {tokens} tokens and the context holds {limit}; shorten the prompt"
-        raise InputError(words)
+    check_size(pair.tokenizer, "the prompt", [text, system], pair.target.engine.context_length)
     if raw:
         return pair.tokenizer.encode(text, bos=True)
     return Conversation(pair.tokenizer, system).prompt(text)

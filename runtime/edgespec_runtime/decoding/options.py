@@ -99,15 +99,15 @@ class ReplyOptions(Warp):
         return self.who in (MODEL, HYBRID)
 
 
-Options = TypeVar("Options", bound=ReplyOptions)
+AnyOptions = TypeVar("AnyOptions", bound=ReplyOptions)
 
 
-def plain(options: Options) -> Options:
+def plain(options: AnyOptions) -> AnyOptions:
     """The same reply with nobody drafting."""
     return dataclasses.replace(options, drafter=NOBODY)
 
 
-def numbered(options: Options, number: int) -> Options:
+def numbered(options: AnyOptions, number: int) -> AnyOptions:
     """The options of one reply of several that share a seed: each has a seed of its own, counted from the shared one."""
     return options if options.seed is None else dataclasses.replace(options, seed=options.seed + number)
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob
-from edgespec_runtime.rules import acceptance
-from edgespec_runtime.rules.acceptance import MATCHING, Rule
+from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, MATCHING, Rule
 from edgespec_runtime.rules.block_verification import BlockRule
 from edgespec_runtime.rules.cascades import (
     cascade,
@@ -144,7 +143,7 @@ LOSSLESS, BLOCK, REPRODUCIBLE = "lossless", "block", "reproducible"
 TOKEN_CASCADE, SEQUENCE_CASCADE, BILD = "token-cascade", "sequence-cascade", "bild"
 
 RULES: dict[str, Kind] = {
-    LOSSLESS: Kind("the target's own distribution", lambda _: acceptance.LOSSLESS_RULE),
+    LOSSLESS: Kind("the target's own distribution", lambda _: LOSSLESS_RULE),
     BLOCK: Kind(
         "lossless, decides on the whole draft at once: never keeps fewer tokens than lossless",
         lambda _: BlockRule(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,16 @@ def test_a_prompt_longer_than_the_context(bundle: Path, capfd: pytest.CaptureFix
     errors = capfd.readouterr().err
     assert "tokens and the context holds 16" in errors
     assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "flags", [["word " * 20_000], ["word", "--system", "word " * 20_000], ["word " * 20_000, "--raw"]]
+)
+def test_a_prompt_far_beyond_the_context(
+    bundle: Path, flags: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(bundle), *flags]) == 2
+    errors = capfd.readouterr().err
+    assert re.search(
+        r"the prompt takes more than \d+ tokens and the context has room for \d+; shorten it", errors
+    )
