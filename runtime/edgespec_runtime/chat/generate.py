@@ -103,7 +103,7 @@ def run(given: dict[str, Any]) -> int:
             "exactness": dataclasses.asdict(exactness),
             "options": to_mapping(options),
             "counts": dump(counts),
-            "off": schedules.off(decoding),
+            "off": schedules.why_no_drafts(decoding),
             "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),
         }
         write_result(options.json, report)

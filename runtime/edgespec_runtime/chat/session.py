@@ -1,6 +1,6 @@
-"""One chat with a pair of models: what was said, under which knobs, and how a message is answered. Knows no terminal.
+"""One chat with a pair of models: what was said, under which knobs, and how a message is answered.
 
-Replies stream into a `View`; the KV cache lives from turn to turn.
+Draws nothing and reads no keys. Replies stream into a `View`; the KV cache lives from turn to turn.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Chat:
         with closing(pieces(self.pair, prompt, options, tally.counts, schedule)) as said:
             for piece in said:
                 tally.first_token = tally.first_token or perf_counter() - start
-                tally.off = self._schedules.off(options) or ""
+                tally.off = self._schedules.why_no_drafts(options) or ""
                 if isinstance(schedule, AdaptiveSchedule):
                     tally.step = schedule.step_seconds()
                 yield piece

@@ -58,7 +58,7 @@ class Schedules:
             del self._made[next(iter(self._made))]
         return made
 
-    def off(self, options: DecodingOptions) -> str | None:
+    def why_no_drafts(self, options: DecodingOptions) -> str | None:
         """Why replies with these options have no drafts now; None where they have some, and before the first such reply."""
         if options.who == NOBODY:
             return "no drafter was loaded" if self._pair.draft is None else "drafts are off"

@@ -230,7 +230,7 @@ class Service:
         return text, reply, REASONS[finish], scores
 
     def _usage(self, asked: _Asked) -> Json:
-        return asked.reply.usage(self.schedules.off(asked.how))
+        return asked.reply.usage(self.schedules.why_no_drafts(asked.how))
 
     def _parts(
         self,
