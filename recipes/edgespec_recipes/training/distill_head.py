@@ -86,7 +86,7 @@ class HeadObjective(Objective):
     def __init__(self, steps: int, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.steps = steps
-        self.finish_at *= steps  # every own step has slots
+        self.last_from_slot *= steps  # every own step has slots
 
     def __call__(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
         return super().__call__(model, [unrolled(batch, self.steps) for batch in batches])
@@ -138,11 +138,11 @@ def distill_head(
     steps = options.unrolled_steps
     objective = HeadObjective(steps, None, options, stops=stops, seed=seed, store=rows, reference=judge)
     learnt, watched = held_out(len(rows), options.watch_rows if options.watch_steps else 0)
-    sources: dict[int, Any] = {TARGET: _Part(rows, learnt)}
+    sources: dict[int, Any] = {TARGET: _SomeRows(rows, learnt)}
     if read is not None:
         foreign = WrittenRows(read, options.context)
         objective.store = JoinedRows([rows, foreign])
-        sources[FIXED] = _Part(foreign, np.arange(len(foreign)), first=len(rows))
+        sources[FIXED] = _SomeRows(foreign, np.arange(len(foreign)), first=len(rows))
     watching: list[Any] = [{**rows[row], "kind": TARGET, "slot": row} for row in watched.tolist()]
     batches = [{name: values.to(device) for name, values in collate([row]).items()} for row in watching]
     before = objective.acceptance(model.to(device), batches) if batches else {}
@@ -209,7 +209,7 @@ def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer
     return start_head(load_model(target), drafter, rows.counts, special, rows.steps_seen(FITTED), rows.layers)
 
 
-class _Part:
+class _SomeRows:
     """Some of the rows; they keep their numbers, counted from `first`."""
 
     def __init__(self, rows: Any, numbers: np.ndarray, first: int = 0) -> None:

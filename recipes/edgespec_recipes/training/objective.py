@@ -113,7 +113,7 @@ class Objective:
         self.hard = options.labels == "hard"
         self.divergence = self.main = divergence(options)
         self.last = divergence(replace(options, divergence=options.finish)) if options.finish else self.main
-        self.finish_at = finish_at(options.steps) * options.batch_size  # the slot from which on `last` counts
+        self.last_from_slot = finish_at(options.steps) * options.batch_size
         self.fraction = options.select_fraction if reference is not None else 1.0
         self.selects = self.fraction < 1
         self.mean, self.seed = options.mean, seed
@@ -128,7 +128,7 @@ class Objective:
     def __call__(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
         """The loss of each micro-batch of a step; their sum, averaged over the processes, is the step's mean divergence."""
         if self.last is not self.main:
-            self.divergence = self.last if int(batches[0]["slot"][0]) >= self.finish_at else self.main
+            self.divergence = self.last if int(batches[0]["slot"][0]) >= self.last_from_slot else self.main
         if self.writes:
             draft = whole(model)
             batches = [self.write(draft, batch) for batch in batches]

@@ -176,7 +176,7 @@ def test_the_slots_of_a_heads_own_steps_finish_together() -> None:
             "kind": torch.tensor([TARGET]),
             "features": torch.zeros(1, 2, 4),
         }
-        assert {bool(own >= made.finish_at) for own in unrolled(batch, 3)["slot"]} == {finishes}
+        assert {bool(own >= made.last_from_slot) for own in unrolled(batch, 3)["slot"]} == {finishes}
 
 
 def test_a_trained_head_over_other_tokens(target: torch.nn.Module) -> None:
