@@ -26,10 +26,10 @@ from edgespec_recipes.models.packing import fitted
 CHUNK = 2**21  # logits at a time: at V = 32,000 the 64 rows that the products want
 ACCELERATOR_CHUNK = 2**26  # smaller ones are computed before the next can be asked for; 256 MiB in float32
 
-Rows = slice | Tensor
+RowNumbers = slice | Tensor
 """Row numbers: a slice, or where rows are left out an int64 tensor, ascending. Either indexes a tensor's first dimension."""
 
-TargetRows = Callable[[Rows, Tensor], Tensor]
+TargetRows = Callable[[RowNumbers, Tensor], Tensor]
 """(rows, the draft's logits of those rows [m, V]) -> the target's logits [m, V], or token ids [m] for hard labels."""
 
 PerToken = Callable[[Tensor, Tensor], Tensor]
@@ -119,13 +119,15 @@ def output_rows(hidden: Tensor, head: Any) -> TargetRows:
     weight, bias = output_weights(head)
     hidden = hidden.detach()
 
-    def rows_of(rows: Rows, _: Tensor) -> Tensor:
+    def rows_of(rows: RowNumbers, _: Tensor) -> Tensor:
         return _product(hidden[rows].to(weight.dtype), weight, bias)
 
     return rows_of
 
 
-def _chunks(hidden: Tensor, vocabulary: int, chunk: int | None, weights: Tensor | None = None) -> list[Rows]:
+def _chunks(
+    hidden: Tensor, vocabulary: int, chunk: int | None, weights: Tensor | None = None
+) -> list[RowNumbers]:
     """Rows in pieces of at most `chunk` logits (at least one row); rows of weight 0 are in none."""
     count = len(hidden)
     chunk = chunk or (CHUNK if hidden.device.type == "cpu" else ACCELERATOR_CHUNK)
@@ -194,7 +196,7 @@ class _Job:
     bias: Tensor | None
     target_rows: TargetRows
     weights: Tensor | None
-    chunks: list[Rows]
+    chunks: list[RowNumbers]
     learn: bool
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgespec_recipes.losses.output_loss import Rows, TargetRows, forward_replaced, output_rows
+from edgespec_recipes.losses.output_loss import RowNumbers, TargetRows, forward_replaced, output_rows
 from edgespec_recipes.models.packing import fitted
 
 
@@ -61,7 +61,7 @@ def live_rows(
         logits_of = output_rows(waiting.to(device), head)
 
         @torch.no_grad()
-        def rows(part: Rows, draft_logits: Tensor) -> Tensor:
+        def rows(part: RowNumbers, draft_logits: Tensor) -> Tensor:
             logits = finish(logits_of(part, draft_logits))
             return logits if columns is None else logits[:, columns]
 
@@ -75,7 +75,7 @@ def join_rows(first: TargetRows, second: TargetRows, is_second: Tensor) -> Targe
     # each one's number in its own source
     place = torch.where(is_second, is_second.cumsum(0), (~is_second).cumsum(0)) - 1
 
-    def rows(part: Rows, draft_logits: Tensor) -> Tensor:
+    def rows(part: RowNumbers, draft_logits: Tensor) -> Tensor:
         theirs, at = is_second[part], place[part]
         logits = torch.empty_like(draft_logits, dtype=torch.float32, requires_grad=False)
         for source, mine in ((first, ~theirs), (second, theirs)):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from edgespec.core.errors import InputError
-from edgespec_recipes.losses.output_loss import Rows, TargetRows
+from edgespec_recipes.losses.output_loss import RowNumbers, TargetRows
 
 LEAST = -80.0  # log of the least remainder: exp(−80) is still a normal float32
 CHUNK = 1024  # positions whose float32 logits are alive at once
@@ -88,7 +88,7 @@ def target_rows_of(
         column_of[ids.to(device)] = torch.arange(len(ids), device=device)
         columns = column_of[columns]
 
-    def target_rows(part: Rows, draft_logits: Tensor) -> Tensor:
+    def target_rows(part: RowNumbers, draft_logits: Tensor) -> Tensor:
         width = vocab_size if ids is None else len(ids)
         return expand(columns[part], log_p[part].float(), log_rest[part].float(), width, vocab_size)
 

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from edgespec_recipes.generating.decoding import logits_at
 from edgespec_recipes.losses.losses import Divergence, divergence, fkl, jsd, reward, tvd
-from edgespec_recipes.losses.output_loss import Rows, in_output_layer, output_loss, output_rows, output_values
+from edgespec_recipes.losses.output_loss import (
+    RowNumbers,
+    in_output_layer,
+    output_loss,
+    output_rows,
+    output_values,
+)
 from edgespec_recipes.models.vocabulary import restrict
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from loss_cases import EVERY, NAMES, logits
@@ -66,7 +72,7 @@ class Case:
             found["reward_mean"] = mean.expand(len(self.hidden))
         return found
 
-    def rows(self, rows: Rows, _: Tensor) -> Tensor:
+    def rows(self, rows: RowNumbers, _: Tensor) -> Tensor:
         return self.target[rows]
 
 
@@ -97,7 +103,7 @@ def test_weights_and_skipped_rows(options: DistillOptions, kept: list[float]) ->
     plain = value_and_gradients(lambda: case.plain(options, weights), case.leaves)
     asked: list[int] = []
 
-    def rows(rows: Rows, draft_logits: Tensor) -> Tensor:
+    def rows(rows: RowNumbers, draft_logits: Tensor) -> Tensor:
         assert not draft_logits.requires_grad
         torch.testing.assert_close(draft_logits, case.head(case.hidden)[rows].detach())
         asked.extend(torch.arange(8)[rows].tolist())
@@ -253,7 +259,7 @@ def test_bf16_products_on_a_cpu_come_in_few_shapes() -> None:
 def test_values_of_several_functions_in_one_pass() -> None:
     case, asked = Case(7), []
 
-    def rows(rows: Rows, _: Tensor) -> Tensor:
+    def rows(rows: RowNumbers, _: Tensor) -> Tensor:
         asked.append(rows)
         return case.target[rows]
 
