@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from common import command_line, random_llama
 from edgespec_recipes.data.mixing import TARGET, TEXT, TextRows, response_rows
-from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.data.token_rows import Batch, inputs_of
 from edgespec_recipes.generating.response_shards import read_responses
 from edgespec_recipes.losses.label_loss import labels_of
 from edgespec_recipes.models.loading import load_model
@@ -50,7 +50,6 @@ FRACTIONS = (1.0, 0.4)
 VOCABULARY = 4096
 IGNORED = -100
 
-Batch = dict[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.data.token_rows import Rows
+from edgespec_recipes.data.token_rows import Batch, Rows
 from edgespec_recipes.generating.response_shards import write_shard
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel import processes
@@ -96,13 +96,13 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def slowly(model: Any, batches: Sequence[trainer.Batch]) -> Iterator[torch.Tensor]:
+def slowly(model: Any, batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
     """So that there is time to be killed between two checkpoints."""
     time.sleep(0.15)
     return next_token_losses(model, batches)
 
 
-def diverging(model: Any, batches: Sequence[trainer.Batch]) -> Iterator[torch.Tensor]:
+def diverging(model: Any, batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
     """The last process meets a NaN in step 6, the others do not."""
     diverging.calls += 1  # type: ignore[attr-defined]
     broken = diverging.calls == 6 and processes.rank() == processes.world() - 1  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ PADDING = -1  # document id of padding
 _TOGETHER, _TOGETHER_CHARACTERS = 64, 2**20
 
 Row = dict[str, np.ndarray]
+Batch = dict[str, torch.Tensor]
 
 
 class Rows(Dataset[Row]):
@@ -208,7 +209,7 @@ def documents_of(row: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
         yield np.flatnonzero(owner == document)
 
 
-def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def inputs_of(batch: Batch) -> dict[str, torch.Tensor]:
     """What a model is told of packed rows. Positions start anew in every conversation; packing.py gives them to the model so that
     each conversation sees itself only. A feature drafter's rows have `features`, and it tells texts apart by their numbers.
     """

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from edgespec_recipes.data.token_rows import PADDING
+from edgespec_recipes.data.token_rows import PADDING, Batch
 from edgespec_recipes.generating.decoding import sample_responses
 from edgespec_recipes.losses.whole_batch import WRITING, noise
-
-Batch = dict[str, Tensor]
 
 
 def _documents(batch: Batch) -> list[tuple[int, Tensor, Tensor]]:

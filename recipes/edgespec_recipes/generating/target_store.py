@@ -23,7 +23,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import InferenceOptions
-from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.data.token_rows import Batch, inputs_of
 from edgespec_recipes.data.token_shards import check_file
 from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
 from edgespec_recipes.generating.file_target import FileTarget, locate
@@ -51,8 +51,6 @@ FORMAT = 1
 SHARD_ROWS = 32
 MEASURED_LOGITS = 2**26  # of one model, to measure the store's error: some ten such tensors are alive at once
 ARRAYS = ("input_ids", "position_ids", "document_ids", "compared")
-
-Batch = dict[str, Tensor]
 
 
 def data_path(folder: Path, number: int) -> Path:

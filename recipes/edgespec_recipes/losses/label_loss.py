@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgespec_recipes.data.token_rows import Batch
 from edgespec_recipes.losses.losses import Divergence, nll
 from edgespec_recipes.losses.output_loss import TargetRows, in_output_layer, output_loss
 from edgespec_recipes.losses.whole_batch import mean_weights, positions_of
@@ -16,8 +17,8 @@ from edgespec_recipes.losses.whole_batch import mean_weights, positions_of
 
 def label_losses(
     model: Any,
-    batches: Sequence[dict[str, Tensor]],
-    inputs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    batches: Sequence[Batch],
+    inputs_of: Callable[[Batch], dict[str, Tensor]],
     mean: str = "tokens",
 ) -> Iterator[Tensor]:
     """Cross-entropy of the next tokens, a micro-batch at a time; their sum, averaged over the processes, is the step's mean.
@@ -35,7 +36,7 @@ def label_losses(
         yield in_output_layer(model, batch["compared"], inputs_of(batch), compute)
 
 
-def labels_of(batch: dict[str, Tensor]) -> Tensor:
+def labels_of(batch: Batch) -> Tensor:
     """[n] the tokens that the compared positions predict."""
     following = batch["input_ids"].roll(-1, dims=1)
     return following[batch["compared"]]

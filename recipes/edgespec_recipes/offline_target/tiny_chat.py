@@ -29,7 +29,7 @@ from edgespec.shell.environment import cache_folder
 from edgespec.stages.stage import STAGE_FILE, run_stage
 from edgespec_recipes.data.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
 from edgespec_recipes.data.prompts import plain_ids
-from edgespec_recipes.data.token_rows import PADDING, Rows, inputs_of, pack_conversations, tokenise
+from edgespec_recipes.data.token_rows import PADDING, Batch, Rows, inputs_of, pack_conversations, tokenise
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.training.trainer import finish, train
 
@@ -273,7 +273,7 @@ def new_model(options: TinyChatOptions) -> Any:
     )
 
 
-def chat_losses(model: Any, batches: Sequence[dict[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+def chat_losses(model: Any, batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
     """Mean next-token cross-entropy over the tokens in loss_mask, a micro-batch at a time, in one process.
 
     Logits are computed for those tokens only.

@@ -21,6 +21,7 @@ from edgespec.core.errors import InputError
 from edgespec.model_folder.head import TABLE, table_checksum, target_embedding
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
 from edgespec_recipes.data.mixing import FIXED, TARGET, Mixture, held_out, shares
+from edgespec_recipes.data.token_rows import Batch
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.models.start_head import start_head, with_vocabulary
@@ -33,7 +34,6 @@ from edgespec_recipes.training.trainer import collate, train
 
 log = logging.getLogger(__name__)
 
-Batch = dict[str, Tensor]
 FITTED = 200_000  # tokens that the first guess is fitted to: hundreds for each of its columns
 
 

@@ -27,7 +27,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.metrics import expected_acceptance
 from edgespec.recipe.schema import DistillOptions
 from edgespec_recipes.data.mixing import TARGET
-from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.data.token_rows import Batch, inputs_of
 from edgespec_recipes.generating.on_policy import write_own_responses
 from edgespec_recipes.losses.label_loss import label_losses, labels_of
 from edgespec_recipes.losses.losses import divergence, fkl, rewarded
@@ -51,7 +51,6 @@ from edgespec_recipes.losses.whole_batch import (
 from edgespec_recipes.parallel.sharding import whole
 from edgespec_recipes.stored.top_k import Store
 
-Batch = dict[str, Tensor]
 FINISH = 0.2  # share of the steps that another divergence may finish: those at a small learning rate
 RowsFor = Callable[[Tensor | None], TargetRows]
 """The token ids that the drafter knows (None: all) -> the target's rows at the compared positions, in order."""

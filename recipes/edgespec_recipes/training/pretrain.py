@@ -16,11 +16,11 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions, PretrainOptions
-from edgespec_recipes.data.token_rows import Rows, text_blocks, tokens_to_read
+from edgespec_recipes.data.token_rows import Batch, Rows, text_blocks, tokens_to_read
 from edgespec_recipes.losses.label_loss import label_losses
 from edgespec_recipes.models.initialise import initial_drafter
 from edgespec_recipes.models.loading import check_context, load_tokenizer
-from edgespec_recipes.training.trainer import Batch, finish, train
+from edgespec_recipes.training.trainer import finish, train
 
 
 def next_token_losses(model: Any, batches: Sequence[Batch]) -> Iterator[torch.Tensor]:

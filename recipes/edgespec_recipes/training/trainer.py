@@ -27,7 +27,7 @@ from edgespec.core.files import writing
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import TrainingOptions
 from edgespec.stages.stage import CHECKPOINTS
-from edgespec_recipes.data.token_rows import Shuffled
+from edgespec_recipes.data.token_rows import Batch, Shuffled
 from edgespec_recipes.models.loading import quiet, save_model
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.memory import freed_memory_kept
@@ -43,7 +43,6 @@ from edgespec_recipes.training.checkpoints import (
 from edgespec_recipes.training.curves import plot_curves
 from edgespec_recipes.training.training_log import LOG, TrainingLog, Watch, rows_until
 
-Batch = dict[str, torch.Tensor]
 LossFunction = Callable[[Any, Sequence[Batch]], Iterator[torch.Tensor]]
 """(model, the micro-batches of a step) -> a scalar for each of them, in order, computed when it is asked for: after the backward
 pass of the one before. Their sum, averaged over the processes, is the step's loss."""
