@@ -177,7 +177,7 @@ TRAINED = [  # every stage for real, each for seconds instead of minutes
 @pytest.fixture(scope="session")
 def trained_command(tmp_path_factory: pytest.TempPathFactory, shared_home: Path) -> list[str]:
     """The command that builds `trained`, of an offline target that learnt for seconds."""
-    from edgespec_recipes.offline_target.tiny_chat import TinyChatOptions, build_tiny_chat
+    from edgespec_recipes.target_names.tiny_chat import TinyChatOptions, build_tiny_chat
 
     shape = {"hidden": 128, "layers": 2, "intermediate": 384, "heads": 2, "kv_heads": 1, "vocab_size": 1024}
     training = {"steps": 150, "context": 256, "batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 15}

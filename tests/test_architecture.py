@@ -46,7 +46,7 @@ ROOMS = [
     "edgespec_recipes.generating",
     "edgespec_recipes.training",
     "edgespec_recipes.evaluation",
-    "edgespec_recipes.offline_target",
+    "edgespec_recipes.target_names",
     "edgespec_recipes.study",
     "edgespec_export.gguf",
     "edgespec_export.onnx",

@@ -43,7 +43,7 @@ def gguf_target(name: str) -> FoundTarget | None:
 def find_target(name: str) -> FoundTarget:
     """A target's checked model folder, found, fetched or made. Raises what `gguf_target` and `resolve_target` raise."""
     from edgespec_recipes.models.loading import check_model_folder
-    from edgespec_recipes.offline_target.resolve import resolve_target
+    from edgespec_recipes.target_names.resolve import resolve_target
 
     found = gguf_target(name)
     if found is not None:

@@ -80,7 +80,7 @@ def read_rehearsal(out: Path) -> Rehearsal:
 
 def weights(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     from edgespec_export.synthetic.checkpoint import write_checkpoint
-    from edgespec_recipes.offline_target.rehearsal_data import write_data, write_tokenizer
+    from edgespec_recipes.target_names.rehearsal_data import write_data, write_tokenizer
 
     shutil.rmtree(rehearsal.export, ignore_errors=True)  # what is there is of other weights
     source = Path(rehearsal.options.tokenizer).expanduser() if rehearsal.options.tokenizer else None
@@ -249,7 +249,7 @@ def _checked(rehearsal: Rehearsal, path: Path, precision: str) -> dict[str, Any]
 
 def bundle(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
     from edgespec_export.bundle.write import write_bundle
-    from edgespec_recipes.offline_target.rehearsal_data import INSTRUCTIONS
+    from edgespec_recipes.target_names.rehearsal_data import INSTRUCTIONS
 
     counts = write_bundle(
         out / "pair",

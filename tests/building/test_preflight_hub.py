@@ -22,7 +22,7 @@ import json, sys
 import huggingface_hub.constants
 huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}  # what is written at once: these files are small
 from edgespec.core.errors import InputError
-from edgespec_recipes.offline_target.resolve import resolve_target
+from edgespec_recipes.target_names.resolve import resolve_target
 for name in sys.argv[1:]:
     try:
         found = resolve_target(name)

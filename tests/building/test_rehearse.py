@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.synthetic.checkpoint import INDEX, write_checkpoint
-from edgespec_recipes.offline_target.rehearsal_data import write_tokenizer
+from edgespec_recipes.target_names.rehearsal_data import write_tokenizer
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 
 from edgespec.building import rehearse

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from edgespec_recipes.offline_target.tiny_chat import new_model, tiny_chat_options
+from edgespec_recipes.target_names.tiny_chat import new_model, tiny_chat_options
 from repository import REPOSITORY
 
 from edgespec.cli import main

@@ -50,9 +50,9 @@ from edgespec_recipes.data.data_check import check_data
 from edgespec_recipes.data.prompts import read_prompts
 from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.models.initialise import checkpoint_shape
-from edgespec_recipes.offline_target.resolve import resolve_target
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.study.counts import Texts, count_drafters, read_texts, run_for_real, sample_texts
+from edgespec_recipes.target_names.resolve import resolve_target
 from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
 from edgespec_recipes.training.pretrain import pretrain
 

@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 from edgespec_recipes.models import loading
-from edgespec_recipes.offline_target import resolve
+from edgespec_recipes.target_names import resolve
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 from huggingface_hub import errors
 from small_files import files_of_at_most

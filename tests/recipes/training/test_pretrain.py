@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from edgespec_recipes.offline_target import resolve
+from edgespec_recipes.target_names import resolve
 from edgespec_recipes.training import pretrain
 from safetensors.torch import load_file
 from tiny_models import make_model_folder

@@ -15,7 +15,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json, write_jsonl, write_text
 from edgespec_recipes.models.loading import TOKENIZER_FILES, load_tokenizer
-from edgespec_recipes.offline_target.tiny_chat import trained_bpe
+from edgespec_recipes.target_names.tiny_chat import trained_bpe
 
 LETTERS_OF_A_TOKEN = 8  # more than any tokenizer here puts into one on average
 SPECIALS = ("<unk>", "<s>", "</s>")

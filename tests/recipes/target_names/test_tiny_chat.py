@@ -12,8 +12,8 @@ import pytest
 import torch
 from edgespec_recipes.data.corpus import stdlib_corpus
 from edgespec_recipes.models import loading
-from edgespec_recipes.offline_target import resolve, tiny_chat
-from edgespec_recipes.offline_target.tiny_chat import TinyChatOptions
+from edgespec_recipes.target_names import resolve, tiny_chat
+from edgespec_recipes.target_names.tiny_chat import TinyChatOptions
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_jsonl

@@ -13,8 +13,8 @@ from edgespec.model_folder.chat_template import MORE_TEMPLATES
 from edgespec.model_folder.check import refuse_quantised
 from edgespec.recipe.targets import TARGETS, TINY_CHAT, FoundTarget, is_hub_id
 from edgespec_recipes.models.loading import TOKENIZER_FILES, check_model_folder, first_line, quiet
-from edgespec_recipes.offline_target.tiny_chat import build_tiny_chat
 from edgespec_recipes.parallel import processes
+from edgespec_recipes.target_names.tiny_chat import build_tiny_chat
 
 HUB_FILES = (
     *TOKENIZER_FILES,
@@ -65,9 +65,7 @@ def _make_alone() -> None:
     """
     known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in known}
-    program = (
-        "from edgespec_recipes.offline_target.resolve import make_or_say; raise SystemExit(make_or_say())"
-    )
+    program = "from edgespec_recipes.target_names.resolve import make_or_say; raise SystemExit(make_or_say())"
     if subprocess.run([sys.executable, "-c", program], env=environment).returncode:
         raise EdgespecError(f"{TINY_CHAT} could not be made; what stands above says why")
 
