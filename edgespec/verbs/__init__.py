@@ -1,1 +1,1 @@
-"""One verb, one file: parse, call, print."""
+"""The verbs that need several rooms; ready pairs; old names. Where every verb lies: VERBS in cli.py."""
