@@ -188,9 +188,8 @@ class Build(ExportStages):
         out, seed = self.out, self.recipe.seed
         writer = self._writer_reads(target)
         self._check_source(target)
-        filled, own = self._write_own_data(
-            target
-        )  # stages run with these files, and record the recipe as it was given
+        # stages run with these files, and record the recipe as it was given
+        filled, own = self._write_own_data(target)
         self.stage(
             "pretrain",
             f"next-token training on plain text, first weights: {filled.drafter.init}",

@@ -191,9 +191,8 @@ def folder_of(target: str, out: str) -> Path:
 def run(given: dict[str, Any]) -> int:
     recipe, options = _read_options(given)
     out = folder_of(recipe.target, options.out)
-    if not (
-        out / "distill" / STAGE_FILE
-    ).is_file():  # an older edgespec may have trained with what is refused now
+    # an older edgespec may have trained with what is refused now
+    if not (out / "distill" / STAGE_FILE).is_file():
         check_learning(recipe)
     check_packages(recipe)
     if not options.recipe and (made := recipes_for(recipe.target)):

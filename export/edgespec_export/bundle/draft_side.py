@@ -24,9 +24,8 @@ from edgespec_export.verify.file_check import has_engine
 DRAFT_SIDE = "draft_side"  # among the manifest's metrics: the pairs that were measured
 LONGEST = 5  # tokens of a pass that is timed: γ = 4 behind it
 TIMED = CalibrateOptions(seconds=0.5, contexts=(256,))
-ROUNDS = (
-    2  # the better of both counts: another program that runs for a while slows only those whose turn it is
-)
+# the better of both counts: another program that runs for a while slows only those whose turn it is
+ROUNDS = 2
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Which files are written for a device, and how large they are."""
+"""Both models in every format asked for, and what a token reads of each file."""

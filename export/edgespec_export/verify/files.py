@@ -87,9 +87,8 @@ class Standard:
     def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
         """Note what the file says of itself; the logits that its own weights should give, None where nobody knows."""
         if file.engine == "llama.cpp":
-            check.settings = gguf_settings(
-                file.path, self.shape, usual=True
-            )  # it may be a file that edgespec did not write
+            # it may be a file that edgespec did not write
+            check.settings = gguf_settings(file.path, self.shape, usual=True)
         return None
 
     def answers(self, file: ExportedFile, model: CachedEngine, *, samples: bool) -> Answers | None:

@@ -24,16 +24,14 @@ from edgespec_runtime.chooser.expected_acceptance import AcceptanceRates
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.schedule import FROM_MODEL, ORIGINS, Outcome
 
-BLOCKS_PER_CHOICE = (
-    8  # a length stays so long: choosing takes microseconds, and a few blocks change the estimates little
-)
+# a length stays so long: choosing takes microseconds, and a few blocks change the estimates little
+BLOCKS_PER_CHOICE = 8
 REFRESH = 64  # blocks with a draft after which one plain step is made: it shows what drafts are compared with
 FIRST_REST = 32  # blocks without drafts of an origin before they are tried again, the first time; then twice as many, and so on
 LONGEST_REST = 256  # the same, at most: eight drafts that lose a third of their time are 1 % of it
 LOSS_SHARE = 0.02  # share of the session's time that speculation may lose: less than a person notices
-FREE_LOSS = (
-    2.0  # plain steps that it may lose at any rate: at a session's beginning the share is next to nothing
-)
+# plain steps that it may lose at any rate: at a session's beginning the share is next to nothing
+FREE_LOSS = 2.0
 
 
 class Guard:

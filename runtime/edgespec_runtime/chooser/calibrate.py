@@ -21,9 +21,8 @@ from edgespec.core.options import knob
 from edgespec_runtime.chooser.pass_costs import LONGEST_PASS, Costs
 from edgespec_runtime.engines.cached_engine import CachedEngine
 
-LEAST_PASS = (
-    4  # passes of up to so many tokens are measured however little time there is: enough for short drafts
-)
+# passes of up to so many tokens are measured however little time there is: enough for short drafts
+LEAST_PASS = 4
 DRAFT_STEPS = 3  # drafter steps between two passes, as in a short draft
 SETTLED = 5e-3  # seconds, and at least one pass, before a pass counts: threads that sleep wake up within milliseconds
 SHARE = 0.25  # of the time may go into the first turn of every size, and as much into filling the caches: half is left

@@ -121,9 +121,8 @@ def kept_for(target: ModelShape, drafter: ModelShape) -> list[Kept]:
     """Costs of these two shapes on this machine: of each engine and precision those measured longest, the latest of equals."""
     shapes = {"target": outline(target), "drafter": outline(drafter)}
     folder = cache_folder() / FOLDER
-    files = (
-        folder.glob("*.json") if os.path.isdir(folder) else ()
-    )  # glob fails in a folder that is shut to us
+    # glob fails in a folder that is shut to us
+    files = folder.glob("*.json") if os.path.isdir(folder) else ()
     paths = sorted(files, key=lambda path: path.stat().st_mtime)
     found = [kept for path in paths if (kept := _read(path, lambda _: None)) is not None]
     best = {

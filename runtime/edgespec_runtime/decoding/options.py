@@ -1,4 +1,4 @@
-"""What one reply is decoded with, and what leaves the loop. Knows no engine; of the rules, only which need a drafter model."""
+"""What one reply is decoded with, and what leaves the loop. Knows no engine."""
 
 from __future__ import annotations
 

@@ -154,7 +154,8 @@ LOSSLESS_RULE = TokenRule(
 
 
 def at_temperature(rule: Rule, temperature: float) -> Rule:
-    """The rule to decode with: of greedy distributions one that mixes keeps the target's token (cascades, Lemma 6)."""
+    """The rule to decode with: with greedy distributions, one that mixes the warped p and q alone keeps the target's token
+    (cascades, Lemma 6)."""
     return LOSSLESS_RULE if rule.mixes and not rule.raw and temperature == 0.0 else rule
 
 
