@@ -182,7 +182,8 @@ def _write_yarn(writer: GGUFWriter, rope: Mapping[str, Any], shape: ModelShape) 
     factor = float(rope["factor"])
     if not rope.get("truncate", True):
         raise InputError(
-            "the model has YaRN with truncate false; llama.cpp rounds the ends of its ramp: leave GGUF out"
+            "the model has YaRN with truncate false, and llama.cpp rounds the ends of its ramp; "
+            f"{leave_out('gguf')}"
         )
 
     def stretched(share: float = 1.0) -> float:

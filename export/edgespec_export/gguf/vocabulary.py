@@ -183,7 +183,7 @@ def _byte_level(spec: dict[str, Any], path: Path, vocab_size: int) -> Vocabulary
     normalizers = {step["type"] for step in _steps(spec.get("normalizer"))}
     if normalizers - {"NFC"}:  # llama.cpp never normalises; text is NFC nearly always
         raise InputError(
-            f"{path}: the normalizer {sorted(normalizers)} has no counterpart in GGUF; leave GGUF out"
+            f"{path}: the normalizer {sorted(normalizers)} has no counterpart in GGUF; {leave_out('gguf')}"
         )
     tokens, types = _table(_entries(spec, vocab_size), path, vocab_size)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
