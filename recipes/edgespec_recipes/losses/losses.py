@@ -3,7 +3,7 @@
 Every divergence takes (draft_logits [.., V], target_logits [.., V]) of any floating dtype, computes in float32 (float64 stays
 float64) at temperature 1, and returns an unreduced loss [..]; the gradient reaches the draft logits only. A target logit of -inf
 is a token of probability 0 (a restricted vocabulary, a target at temperature 0), and 0 · log 0 = 0; the draft's are finite. Knows
-no masks, no means and no large vocabularies: those are output_loss.py's.
+no masks and no means (whole_batch.py), and no large vocabularies (output_loss.py).
 
 Notation: p = target, q = draft (the direct-alignment paper prints it the other way round).
 """
