@@ -59,6 +59,7 @@ class Writer(Protocol):
 
     def check(self, requests: list[Request]) -> None:
         """Raise InputError, before anything is written, for a request that it cannot send as it is."""
+        return
 
     def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         """The answers to the requests of shard `number`, in order; `bar` goes on by one for each."""

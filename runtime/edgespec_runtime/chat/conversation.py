@@ -32,7 +32,9 @@ class Conversation:
         self._tokenizer = tokenizer
         self._system = system
         self.messages: list[Message] = []
-        self._start_anew()
+        self.ids: list[int] = []
+        self._before: list[int] = []  # `ids` before the last turn
+        self._first = 0  # number of the first message that the prompt has
 
     @property
     def system(self) -> str:
@@ -113,9 +115,7 @@ class Conversation:
 
     def _start_anew(self, first: int = 0) -> None:
         """The next prompt is encoded as a whole, from the message of that number on."""
-        self.ids: list[int] = []
-        self._before: list[int] = []  # `ids` before the last turn
-        self._first = first
+        self.ids, self._before, self._first = [], [], first
 
     def _with(self, messages: Sequence[Message], text: str) -> list[Message]:
         system = [{"role": "system", "content": self._system}] if self._system else []
