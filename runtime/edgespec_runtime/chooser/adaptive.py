@@ -105,6 +105,11 @@ class AdaptiveSchedule:
             else None
         )
 
+    @property
+    def model(self) -> AcceptanceRates:
+        """What is known of the drafter model's drafts."""
+        return self._of[FROM_MODEL].rates
+
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         best: _Origin | None = None
         if origins:

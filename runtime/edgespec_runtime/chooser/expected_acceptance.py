@@ -61,15 +61,20 @@ class AcceptanceRates:
     Args:
         first_guess: in [0, 1].
         longest: positions, the tokens of the longest draft.
+
+    Attributes:
+        tried, stayed: first tokens of all drafts so far, and those of them that the target kept.
     """
 
     def __init__(self, first_guess: float, longest: int) -> None:
         self._first_guess = first_guess
+        self.tried = self.stayed = 0
         self._accepted, self._offered = [0.0] * longest, [0.0] * longest
 
     def learn(self, offered: int, accepted: int) -> None:
         """The target looked at the first `offered` tokens of a draft, and the first `accepted` of them stayed."""
         self.fade(1)
+        self.tried, self.stayed = self.tried + (offered > 0), self.stayed + (accepted > 0)
         # Behind the first rejection nothing was tested.
         for position in range(min(offered, accepted + 1, len(self._offered))):
             self._offered[position] += 1.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.calibrate import QUICK
-from edgespec_runtime.chooser.expected_acceptance import expected_rate
+from edgespec_runtime.chooser.expected_acceptance import AcceptanceRates, acceptances_of, expected_rate
 from edgespec_runtime.chooser.kept_costs import costs_of, load_costs
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.options import NOBODY, DecodingOptions
@@ -14,6 +14,10 @@ from edgespec_runtime.decoding.schedule import Fixed, Schedule
 from edgespec_runtime.pair.bundle import Pair
 from edgespec_runtime.rules.acceptance import Rule, at_temperature
 
+FAR_BELOW, ENOUGH = (
+    0.25,
+    32,
+)  # of α and first tokens: with half the α, of 0.4 to 0.6, a session in ten or fewer seems so low
 MOST_KEPT = 64  # a server's clients may each choose another temperature, thousands of them
 
 
@@ -64,7 +68,20 @@ class Schedules:
             return "no drafter was loaded" if self._pair.draft is None else "drafts are off"
         how = _how(options)
         made = None if how is None else self._made.get(how)
-        return None if made is None else made.off
+        if how is None or made is None or made.off is None:
+            return None
+        return made.off + self._suspicion(made.model, how[2])
+
+    def _suspicion(self, seen: AcceptanceRates, temperature: float) -> str:
+        """What to do where the drafter's α is far below the one that the bundle was measured with; '' elsewhere."""
+        measured = expected_rate(self._pair.manifest.metrics, temperature)
+        known = bool(acceptances_of(self._pair.manifest.metrics))
+        if not known or seen.tried < ENOUGH or seen.stayed >= FAR_BELOW * measured * seen.tried:
+            return ""
+        return (
+            f"; the bundle was measured with α {measured:.2f}, so these prompts are of another kind or its files are broken: "
+            "`edgespec verify` tells"
+        )
 
     def _measured(self) -> Costs:
         if self._costs is None:

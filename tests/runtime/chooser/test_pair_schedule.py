@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from edgespec_runtime.chooser import kept_costs
 from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
@@ -79,6 +81,31 @@ def test_schedules_of_a_thousand_temperatures_are_not_all_kept(pair: Pair) -> No
         schedules.of(DecodingOptions(temperature=1 + number / 1000))
         assert schedules.of(DecodingOptions()) is used
     assert schedules.of(DecodingOptions(temperature=0.5)) is not first
+
+
+@pytest.mark.parametrize(
+    ("rate", "every", "suspected"), [(0.58, 0, True), (0.58, 4, False), (None, 0, False)]
+)
+def test_files_whose_drafts_are_hardly_ever_kept_are_suspected(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, rate: float | None, every: int, suspected: bool
+) -> None:
+    """Not where every fourth is kept: prompts of another kind do that. Nor where nobody measured α."""
+    store_costs(subject_of(pair), Costs((32,), ((1.0, 1.5, 2.0),), (0.1,)), 1.5)
+    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: 1.0)
+    found = {"metrics": {"alpha_empirical": [rate]}, "temperature": 0.0, "top_p": 1.0, "drafter": "distilled"}
+    manifest = replace(pair.manifest, metrics={"settings": [found] if rate else []})
+    schedules, how = Schedules(replace(pair, manifest=manifest), lambda text: None), DecodingOptions()
+    schedule, drafts, said = schedules.of(how), 0, list[str]()
+    for _ in range(1000):
+        length = schedule.draft_length(40, 100)
+        drafts += length > 0
+        accepted = int(every > 0 < length and drafts % every == 0)
+        seconds = 1.0 + 0.5 * length
+        schedule.observe(Outcome(length, accepted, accepted + 1, length + 1, 0.1 * length, seconds))
+        said.append(schedules.why_no_drafts(how) or "")
+    assert any("the drafter would need" in why for why in said[:100])
+    assert not any("edgespec verify" in why for why in said[:20])
+    assert any("was measured with α 0.58" in why for why in said) == suspected
 
 
 @pytest.mark.usefixtures("quiet")
