@@ -17,6 +17,7 @@ from edgespec.core.free_space import bytes_in, free_disk, free_memory
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size
 from edgespec.planning import costs
+from edgespec.planning.devices_fit import fitting
 from edgespec.planning.estimate import StageCost, estimate
 from edgespec.planning.plan_stages import (
     ON_HOST,
@@ -146,7 +147,8 @@ def _known_shape(recipe: Recipe) -> ModelShape | None:
 
 def _left(recipe: Recipe, out: Path, target: ModelShape, processes: int) -> list[StageCost]:
     """The stages that are not done, each with what it still writes."""
-    recipe, drafter = for_processes(recipe, processes), derive(target, recipe.drafter)
+    drafter = derive(target, recipe.drafter)
+    recipe = fitting(for_processes(recipe, processes), target, drafter)
     stages = estimate(recipe, target, drafter, processes, own_bytes(recipe))
     return [
         replace(stage, disk=max(0, stage.disk - bytes_in(folder)))
