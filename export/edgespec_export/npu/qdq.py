@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ import numpy as np
 from edgespec_runtime.engines.static import SETTINGS, StaticEngine, read_static_settings
 
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.files import read_jsonl, whole_folder, write_json
+from edgespec.core.files import read_jsonl, scratch_beside, whole_folder, write_json
 from edgespec.core.progress import progress
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec_export.npu.graph import ALIGNED, DATA
@@ -65,13 +64,14 @@ def export_qdq(
             f"the precision {precision!r} of static graphs is unknown{did_you_mean(precision, BITS)}"
         )
     settings = read_static_settings(float_folder)
-    with whole_folder(out_folder) as folder, tempfile.TemporaryDirectory() as scratch:
+    with whole_folder(out_folder) as folder:
         with open(folder / DATA, "wb") as stream:
             sink = DataFile(stream, ALIGNED)
             shared: dict[tuple[str, bytes], Any] = {}
             for name in settings.blocks:
                 file = f"{name}.onnx"
-                graph = _quantised(float_folder / file, Path(scratch), precision, calibration.ranges)
+                with scratch_beside(out_folder, "quantised") as scratch:  # one graph's weights at a time
+                    graph = _quantised(float_folder / file, scratch, precision, calibration.ranges)
                 _share(graph, sink, shared)
                 (folder / file).write_bytes(graph.SerializeToString(deterministic=True))
         write_json(folder / SETTINGS, replace(settings, precision=precision).plain())

@@ -57,6 +57,27 @@ def quantised(
     return found
 
 
+def test_copies_of_graphs_lie_beside_what_is_written(
+    floats: dict[str, Path],
+    calibration: dict[str, Calibration],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """/tmp may be small; and of three graphs one copy at a time."""
+    seen: list[Path] = []
+    copied = qdq._quantised
+
+    def watched(path: Path, scratch: Path, *rest: Any) -> Any:
+        seen.append(scratch)
+        assert list(scratch.iterdir()) == []
+        return copied(path, scratch, *rest)
+
+    monkeypatch.setattr(qdq, "_quantised", watched)
+    export_qdq(floats["qwen2"], tmp_path / "out", "qdq8", calibration["qwen2"])
+    assert [place.parent for place in seen] == [tmp_path] * 3
+    assert [place.name for place in tmp_path.iterdir()] == ["out"]
+
+
 def fed(folder: Path, count: int, backend: str = ONNXRUNTIME) -> np.ndarray:
     engine = StaticEngine(folder, threads=1, backend=backend)
     pieces = [np.array(engine.forward(TOKENS[at : at + count])) for at in range(0, len(TOKENS), count)]
