@@ -91,3 +91,8 @@ def bytes_in(folder: Path) -> int:
 def free_disk(place: Path) -> int:
     """Bytes that can still be written where `place` is or will be."""
     return shutil.disk_usage(folder_at(place)).free
+
+
+def on_one_disk(*places: Path) -> bool:
+    """Whether places, there or not, take from the same free bytes."""
+    return len({folder_at(place).stat().st_dev for place in places}) == 1

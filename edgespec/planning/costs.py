@@ -7,6 +7,7 @@ the whole rectangle: kernels that take a mask compute it all. Memory is float32 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.devices import ONNXRUNTIME, STATIC
@@ -33,6 +34,10 @@ BUILDER = 9
 WHOLE = 4 * 2**30
 """Bytes of memory up to which the builder gets an int4 model whole; a larger one goes two layers at a time. Every slice starts it
 again (SmolLM2: 12 s in slices, 4 s whole)."""
+
+HELD_LAYERS = 4
+"""Layers that such a builder holds at most: two, and as much again of earlier slices that Python has not freed. Memory allocated,
+2 cores: 1.1B 2.95 GiB, 1.5B with large tables 2.82 GiB, 7B 4.2 GiB (these count as 2.96, 3.91 and 9.4 with the interpreter)."""
 
 
 def body_weights(shape: ModelShape) -> int:
@@ -125,10 +130,18 @@ def exported_bytes(shape: ModelShape, precision: str, *, streamed: bool = False)
     return each * weights + (OUTPUT_BYTES.get(precision, each) - each) * shape.embedding_parameters
 
 
-def building_bytes(shape: ModelShape, precisions: Iterable[str]) -> int:
-    """Memory in which a model's files are written, those for ONNX Runtime in `precisions`."""
-    by_layers = {"int4", "mixed"} if BUILDER * shape.parameters > WHOLE else set()
-    return BUILDER * shape.parameters if {*precisions} - by_layers else weight_bytes(shape)
+def building_bytes(shape: ModelShape, precisions: Iterable[str], *, alike: bool = True) -> int:
+    """Memory in which a model's files are written, those for ONNX Runtime in `precisions`; the others a tensor at a time.
+
+    `alike`: its layers are, so that a large int4 model goes to the builder two layers at a time, the first two with the tables.
+    A tensor is there as bytes, as floats and in another order.
+    """
+    wanted = {*precisions}
+    by_layers = {"int4", "mixed"} if alike and BUILDER * shape.parameters > WHOLE else set()
+    if wanted - by_layers:
+        return BUILDER * shape.parameters
+    sliced = replace(shape, layers=min(HELD_LAYERS, shape.layers))
+    return BUILDER * sliced.parameters if wanted else 3 * FLOAT * shape.embedding_parameters
 
 
 def file_bytes(

@@ -14,10 +14,14 @@ from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
-from edgespec.planning.devices_fit import LOADED, STATIC_GRAPHS
+from edgespec.planning.export_costs import (
+    building_bytes,
+    files_bytes,
+    largest_passing,
+    rounding_bytes,
+    verifying_bytes,
+)
 from edgespec.recipe.amounts import own_instructions, own_prompts, read_tokens
-from edgespec.recipe.devices import FORMAT_OF, STATIC
-from edgespec.recipe.precisions import PRECISIONS, beside_own
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
@@ -31,7 +35,6 @@ from edgespec.recipe.schema import (
     SELF_TEXT,
     STATES,
     DistillOptions,
-    ExportOptions,
     InferenceOptions,
     Recipe,
     TrainingOptions,
@@ -57,18 +60,31 @@ EVALUATED = 2
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage: tokens that go through a model, FLOPs, and bytes at the peak of memory and of disk."""
+    """One stage: tokens that go through a model, FLOPs, bytes at the peak of memory, and on the disk.
+
+    `disk`: what it leaves there at its largest. `passing`: what lies beside that at most, and is deleted before the stage ends.
+    """
 
     stage: str
     tokens: int
     flops: float
     memory: int
     disk: int
+    passing: int = 0
 
     @property
     def folder(self) -> str:
         """The stage's folder in a build: the first word of its name."""
         return self.stage.split()[0]
+
+
+def disk_peak(stages: Iterable[StageCost]) -> int:
+    """The most bytes that stages have on the disk while they run one after another."""
+    kept = most = 0
+    for stage in stages:
+        kept += stage.disk
+        most = max(most, kept + stage.passing)
+    return most
 
 
 def _steps_tokens(options: TrainingOptions) -> int:
@@ -298,57 +314,19 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageC
     return StageCost("evaluate", len(SAMPLINGS) * tokens, len(SAMPLINGS) * flops, memory, 0)
 
 
-def files_bytes(export: ExportOptions, models: Iterable[ModelShape], own: int | None = None) -> int:
-    """The exported files of these models, the target first, all formats and precisions together. A head has one file for all.
-
-    `own`: bytes of the target's own GGUF file; that one is copied, and the drafter has one precision beside it.
-    """
-    target, *drafters = models
-    of_target, of_drafter, copied = export, export, 0
-    if own is not None and export.gguf:
-        of_target, copied = replace(export, gguf=()), own
-        of_drafter = replace(export, gguf=(beside_own(export.gguf),))
-    found = [costs.file_bytes(target, *file) for file in _files(of_target)]
-    for drafter in drafters:
-        files = _files(of_drafter)[: 1 if drafter.joining_parameters else None]
-        found += [costs.file_bytes(drafter, *file, target=target) for file in files]
-    return copied + sum(found)
-
-
-def _files(export: ExportOptions) -> list[tuple[str, str]]:
-    """Engine and precision of every file of a model."""
-    return [(engine, name) for engine, kind in FORMAT_OF.items() for name in getattr(export, kind)]
-
-
-def _opened_bytes(target: ModelShape, static: Iterable[str]) -> int:
-    """Memory of the largest of the target's static exports when it runs; 0 for none."""
-    largest = max((costs.file_bytes(target, STATIC, precision) for precision in static), default=0)
-    return round(LOADED * STATIC_GRAPHS * largest)
-
-
-def _export(export: ExportOptions, target: ModelShape, files: int) -> StageCost:
-    """A file that is built; or the static graphs in floats, which run to find the ranges of integers."""
-    floats = {"fp32"} if {*export.npu} - {"fp32"} else ()
-    memory = max(costs.building_bytes(target, export.onnx), _opened_bytes(target, floats))
-    return StageCost("export", 0, 0.0, memory, files)
-
-
-def _verify(export: ExportOptions, target: ModelShape) -> StageCost:
-    """The float model and one file's weights as floats, or static graphs that run; with the logits of both in torch and of the
-    file in its engine, and three times those of the one prompt that the file reads in other passes."""
-    weights = costs.weight_bytes(target)
-    logits = costs.FLOAT * target.vocab_size * PROMPT_TOKENS * (3 * export.verify_prompts + 3)
-    memory = weights + max(weights, _opened_bytes(target, export.npu)) + logits
-    return StageCost("verify", 0, 0.0, memory, 0)
-
-
 def estimate(
-    recipe: Recipe, target: ModelShape, drafter: ModelShape, processes: int = 1, own: int | None = None
+    recipe: Recipe,
+    target: ModelShape,
+    drafter: ModelShape,
+    processes: int = 1,
+    own: int | None = None,
+    *,
+    alike: bool = True,
 ) -> list[StageCost]:
     """Every stage that costs something, in order: FLOPs of all processes, memory of one.
 
-    `recipe` is what one of the processes meets (plan_stages.for_processes); `own` as of `files_bytes`. Raises InputError where a
-    teacher's shape is not known here.
+    `recipe` is what one of the processes meets (plan_stages.for_processes); `own` as of `files_bytes`, `alike` as of
+    `costs.building_bytes`. Raises InputError where a teacher's shape is not known here.
     """
     distill, how, head = recipe.distill, recipe.inference, recipe.drafter.kind == "head"
     positions = recipe.generate.prompts * recipe.generate.max_new_tokens
@@ -376,8 +354,8 @@ def estimate(
         stages.append(_read(in_torch(recipe), target, READ, tokens, states * tokens))
     if distill.against:
         # the file is made, and the folder has the weights once more
-        memory = costs.building_bytes(target, {distill.against}.intersection(PRECISIONS["onnx"]))
-        stages.append(StageCost(ROUNDED, 0, 0.0, memory, costs.weight_bytes(target)))
+        memory, passing = rounding_bytes(target, distill.against, alike=alike)
+        stages.append(StageCost(ROUNDED, 0, 0.0, memory, costs.weight_bytes(target), passing))
     if stored and not head:
         kept = position * positions
         stages.append(_read(recipe, target, "store", answers.tokens, kept, logits=positions))
@@ -389,12 +367,13 @@ def estimate(
         cost = _distill("distill", distill, target, drafter, how, processes=processes, text_disk=text_disk)
         steps = distill.unrolled_steps if head else 1  # each of a head's own steps is a pass over all tokens
         stages.append(replace(cost, flops=steps * cost.flops))
-    files = files_bytes(recipe.export, (target, drafter), own)
+    export, files = recipe.export, files_bytes(recipe.export, (target, drafter), own)
+    building, passing = building_bytes(export, target, alike=alike), largest_passing(export, target, own)
     checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)
     return [
         *stages,
         _evaluate(recipe, target, drafter),
-        _export(recipe.export, target, files),
-        _verify(recipe.export, target),
+        StageCost("export", 0, 0.0, building, files, passing),
+        StageCost("verify", 0, 0.0, verifying_bytes(export, target, PROMPT_TOKENS), 0),
         StageCost("pack", 0, 0.0, 0, files + checkpoint),  # the bundle's copies
     ]

@@ -143,7 +143,11 @@ def _storage(plan: Plan) -> str:
         gguf = ("the target's own GGUF file", *beside)
     precisions = ", ".join((*export.onnx, *gguf, *export.npu))
     download = f"{byte_size(stored.download)} of it the target's download, " if stored.download else ""
-    return f"Storage: {byte_size(stored.total)} in all, {download}{byte_size(stored.bundle)} the bundle's models ({precisions})."
+    passing = f"{byte_size(stored.passing)} temporary files, " if stored.passing else ""
+    return (
+        f"Storage: {byte_size(stored.total)} in all, {download}{passing}{byte_size(stored.bundle)} the bundle's models "
+        f"({precisions})."
+    )
 
 
 def _way(plan: Plan, way: Way) -> str:

@@ -18,6 +18,7 @@ from edgespec.planning.estimate import (
     PROMPT_TOKENS,
     StageCost,
     bytes_a_weight,
+    disk_peak,
     estimate,
     in_torch,
     writings,
@@ -34,7 +35,7 @@ from edgespec.recipe.schema import (
     Recipe,
     TrainingOptions,
 )
-from edgespec.recipe.targets import gguf_of
+from edgespec.recipe.targets import gguf_of, has_alike_layers
 
 TRAININGS = ("tune", "pretrain", "reference", "distill")
 TOGETHER = (*TRAININGS, SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "generate", STATES, READ, "store")
@@ -86,6 +87,13 @@ def own_bytes(recipe: Recipe) -> int | None:
     return file.stat().st_size if file is not None and file.is_file() else None
 
 
+def stages_of(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes: int) -> list[StageCost]:
+    """The recipe's stages in so many processes, with what its target's files say of them."""
+    alike = has_alike_layers(recipe.target)
+    own = own_bytes(recipe)
+    return estimate(for_processes(recipe, processes), target, drafter, processes, own, alike=alike)
+
+
 def trainings(recipe: Recipe) -> list[str]:
     """The trainings that this recipe has."""
     selects = recipe.distill.select_fraction < 1
@@ -105,13 +113,14 @@ def stage_times(
     processes, mfu, share = hardware.count, assumed.mfu, assumed.bandwidth
     if hardware.measured:
         mfu = share = 1.0  # a measured rate is no peak
-    stages = estimate(for_processes(recipe, processes), target, drafter, processes, own_bytes(recipe))
+    stages = stages_of(recipe, target, drafter, processes)
     found = []
     for cost in stages:
         devices = processes if cost.stage in TOGETHER else 1
         computing = cost.flops / (devices * hardware.flops * mfu)
         reading = _bytes_in_turn(cost.stage, recipe, target, drafter, devices) / (hardware.bandwidth * share)
-        writing = (cost.disk + cost.memory) / DISK_RATE if cost.stage in ON_HOST else 0.0
+        read = max(cost.memory, PUBLISHED_BYTES * target.parameters) if cost.memory else 0
+        writing = (cost.disk + cost.passing + read) / DISK_RATE if cost.stage in ON_HOST else 0.0
         seconds, binds = max((computing, "arithmetic"), (reading, "memory"), (writing, "disk"))
         elsewhere = cost.stage in ON_HOST and not hardware.measured
         fits = elsewhere or not hardware.memory or cost.memory <= hardware.memory
@@ -152,18 +161,20 @@ def _decoding_bytes(shape: ModelShape, each: float, rows: int, new: int) -> floa
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes: the target as published, what each stage leaves at its largest, and the bundle alone."""
+    """Bytes: the target as published, what each stage leaves at its largest, the bundle alone, and temporary files on top."""
 
     download: int
     stages: dict[str, int]
     bundle: int
+    passing: int
 
     @property
     def total(self) -> int:
-        return self.download + sum(self.stages.values())
+        return self.download + sum(self.stages.values()) + self.passing
 
 
 def storage(times: Sequence[StageTime], target: ModelShape, *, hub: bool) -> Storage:
     """What the whole build takes on disks. `hub`: the target is still to be downloaded."""
     stages = {time.cost.stage: time.cost.disk for time in times if time.cost.disk}
-    return Storage(PUBLISHED_BYTES * target.parameters * hub, stages, stages.get("pack", 0))
+    passing = disk_peak(time.cost for time in times) - sum(stages.values())
+    return Storage(PUBLISHED_BYTES * target.parameters * hub, stages, stages.get("pack", 0), passing)

@@ -13,19 +13,18 @@ from pathlib import Path
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import shares_blocks
-from edgespec.core.free_space import bytes_in, free_disk, free_memory
+from edgespec.core.free_space import bytes_in, free_disk, free_memory, on_one_disk
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size
 from edgespec.planning import costs
 from edgespec.planning.devices_fit import fitting
-from edgespec.planning.estimate import StageCost, estimate
+from edgespec.planning.estimate import StageCost, disk_peak
 from edgespec.planning.plan_stages import (
     ON_HOST,
     PUBLISHED_BYTES,
     TOGETHER,
     TRAININGS,
-    for_processes,
-    own_bytes,
+    stages_of,
     trainings,
     usable,
 )
@@ -60,6 +59,26 @@ class Shortage:
 
 
 @dataclass(frozen=True)
+class Fetched:
+    """What a target takes of a disk before the first stage: bytes in `place`, which the variable `home` moves."""
+
+    what: str
+    bytes: int
+    place: Path
+    home: str
+
+    @property
+    def cure(self) -> str:
+        return f"{self.home} on another disk"
+
+    def shortage(self) -> Shortage | None:
+        free = free_disk(self.place)
+        if self.bytes <= free:
+            return None
+        return Shortage("disk", self.what, self.bytes, free, f"in {self.place}", (self.cure,))
+
+
+@dataclass(frozen=True)
 class Room:
     """What a build may take. `memory` in bytes, None where it is not known; `on_gpu`: it is an accelerator's.
 
@@ -79,15 +98,23 @@ def room_here(out: Path) -> Room:
     return Room(free_disk(out), free_memory(), processes=world, sharing=local)
 
 
-def shortages(stages: Sequence[StageCost], room: Room, place: Path) -> list[Shortage]:
-    """What is too little for these stages: the disk for all of them together, memory for each."""
+def shortages(
+    stages: Sequence[StageCost], room: Room, place: Path, fetched: Fetched | None = None
+) -> list[Shortage]:
+    """What is too little for these stages: the disk for all of them together and what is fetched to it, memory for each."""
     found = []
-    needed = sum(stage.disk for stage in stages)
+    needed = disk_peak(stages)
+    cures: tuple[str, ...] = ("--out on another disk", "fewer --pretrain.steps", "fewer precisions")
+    largest = max(stages, key=lambda stage: stage.disk + stage.passing, default=None)
+    name = "" if largest is None else largest.folder
+    if largest is not None and len(stages) > 1:
+        name = f"the build (of it {name} {byte_size(largest.disk + largest.passing)})"
+    if fetched is not None and on_one_disk(place, fetched.place):
+        needed, cures = needed + fetched.bytes, (fetched.cure, *cures)
+        name = f"{name} with {fetched.what} ({byte_size(fetched.bytes)})" if name else fetched.what
+    elif fetched is not None and (lack := fetched.shortage()):
+        found.append(lack)
     if needed > room.disk:
-        largest = max(stages, key=lambda stage: stage.disk)
-        whole = f"the build (of it {largest.folder} {byte_size(largest.disk)})"
-        name = whole if len(stages) > 1 else largest.folder
-        cures = ("--out on another disk", "fewer --pretrain.steps", "fewer precisions")
         found.append(Shortage("disk", name, needed, room.disk, f"in {place.resolve()}", cures))
     if room.memory is not None:
         where = "on the GPU" if room.on_gpu else "on this machine"
@@ -125,13 +152,13 @@ def find_shortages(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
     if recipe.target == TINY_CHAT and any(made):
         done.add("target")
     left = [stage for stage in _left(recipe, out, target, room.processes) if stage.folder not in done]
-    return shortages(left, room, out) + _download(recipe.target, out, target)
+    return shortages(left, room, out, _fetched(recipe.target, out, target))
 
 
 def disk_left(recipe: Recipe, out: Path) -> int:
     """Bytes that the stages of a build in `out` which are not done write, at most; 0 where that is not known."""
     target = _known_shape(recipe)
-    return 0 if target is None else sum(stage.disk for stage in _left(recipe, out, target, 1))
+    return 0 if target is None else disk_peak(_left(recipe, out, target, 1))
 
 
 def _known_shape(recipe: Recipe) -> ModelShape | None:
@@ -148,8 +175,7 @@ def _known_shape(recipe: Recipe) -> ModelShape | None:
 def _left(recipe: Recipe, out: Path, target: ModelShape, processes: int) -> list[StageCost]:
     """The stages that are not done, each with what it still writes."""
     drafter = derive(target, recipe.drafter)
-    recipe = fitting(for_processes(recipe, processes), target, drafter)
-    stages = estimate(recipe, target, drafter, processes, own_bytes(recipe))
+    stages = stages_of(fitting(recipe, target, drafter), target, drafter, processes)
     return [
         replace(stage, disk=max(0, stage.disk - bytes_in(folder)))
         for stage in stages
@@ -182,34 +208,36 @@ def check_processes(recipe: Recipe, processes: int) -> None:
         )
 
 
-def _download(name: str, out: Path, target: ModelShape) -> list[Shortage]:
-    """The room that a target from the hub lacks in the hub's cache, and one from a GGUF file in edgespec's."""
+def _fetched(name: str, out: Path, target: ModelShape) -> Fetched | None:
+    """A target still to come from the hub into its cache, or from a GGUF file into edgespec's; None for another."""
     from huggingface_hub import constants
 
     repo = TARGETS[name].repo if name in TARGETS else name if is_hub_id(name) else None
     if Path(name).is_dir() or (out / "target" / STAGE_FILE).exists():
-        return []
+        return None
     if (file := gguf_of(name)) is not None:
-        what, needed, place = f"the expanded weights of {name}", costs.weight_bytes(target), cache_folder()
-        home = HOME
-    elif repo is not None:
-        what, needed = f"the download of {repo}", PUBLISHED_BYTES * target.parameters
-        place, home = Path(constants.HF_HUB_CACHE), "HF_HOME"
-        if any((place / f"models--{repo.replace('/', '--')}").glob("snapshots/*/*.safetensors")):
-            return []  # there, or under way: what is left of it cannot be told without the hub
-    else:
-        return []
-    free = free_disk(place)
-    if needed <= free or (file is not None and expanded(file)):
-        return []
-    return [Shortage("disk", what, needed, free, f"in {place}", (f"{home} on another disk",))]
+        return None if expanded(file) else expansion(name, costs.weight_bytes(target))
+    if repo is None:
+        return None
+    place = Path(constants.HF_HUB_CACHE)
+    if any((place / f"models--{repo.replace('/', '--')}").glob("snapshots/*/*.safetensors")):
+        return None  # there, or under way: what is left of it cannot be told without the hub
+    return Fetched(f"the download of {repo}", PUBLISHED_BYTES * target.parameters, place, "HF_HOME")
+
+
+def expansion(name: str | Path, size: int) -> Fetched:
+    """The weights of a GGUF file as a model folder of `size` bytes."""
+    return Fetched(f"the expanded weights of {name}", size, cache_folder(), HOME)
+
+
+def told(found: Sequence[Shortage]) -> str:
+    """Every shortage and what to do about it."""
+    cures = dict.fromkeys(cure for shortage in found for cure in shortage.cures)
+    return f"{'; '.join(map(str, found))}. Try {', '.join(cures)}"
 
 
 def refuse(found: Sequence[Shortage]) -> None:
     """Raises InputError with every shortage and what to do about it; nothing where there is none."""
     if not found:
         return
-    cures = dict.fromkeys(cure for shortage in found for cure in shortage.cures)
-    raise InputError(
-        f"{'; '.join(map(str, found))}. Try {', '.join(cures)}; `edgespec plan` shows every stage; --force starts anyway"
-    )
+    raise InputError(f"{told(found)}; `edgespec plan` shows every stage; --force starts anyway")

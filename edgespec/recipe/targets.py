@@ -6,12 +6,16 @@ its files says where the GGUF file is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.families import family_named
+from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
 
@@ -47,7 +51,7 @@ class Target:
     """One alias. `repo` is the hub id (None: edgespec makes the model itself); `parameters` as published.
 
     `package`: where pip has it too, as a GGUF file; that one is taken where it is installed. `shape` is what the model's public
-    config.json says, so that a plan needs no download.
+    config.json says, so that a plan needs no download; `alike_layers` is its family's.
     """
 
     alias: str
@@ -57,6 +61,7 @@ class Target:
     gated: bool = False
     shape: ModelShape | None = None
     package: PipFile | None = None
+    alike_layers: bool = True
 
 
 # Positional below: hidden size, layers, heads, key/value heads, head size, FFN size, vocabulary.
@@ -129,7 +134,7 @@ TARGETS = {
         ),
         Target("smollm2-360m-instruct", "HuggingFaceTB/SmolLM2-360M-Instruct", "362M", "Apache-2.0"),
         Target("smollm2-1.7b-instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "1.71B", "Apache-2.0"),
-        Target("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", "3.08B", "Apache-2.0"),
+        Target("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", "3.08B", "Apache-2.0", alike_layers=False),
     )
 }
 
@@ -189,7 +194,7 @@ def find_shape(name: str) -> ModelShape | None:
             _made_shape(target.alias) if target.repo is None else _cached_shape(target.repo)
         )
     if is_gguf(path):
-        return _gguf_shape(path)
+        return ModelShape.from_config(_gguf_config(path))
     if path.is_dir():
         return shape_in(path / "config.json")
     if is_hub_id(name):
@@ -197,6 +202,21 @@ def find_shape(name: str) -> ModelShape | None:
     raise InputError(
         f"unknown target {name!r}: it is neither an alias nor a folder here{did_you_mean(name, TARGETS)}"
     )
+
+
+def has_alike_layers(name: str) -> bool:
+    """Whether an export may take a target's layers two at a time. Raises what `find_shape` raises."""
+    target, path = TARGETS.get(name), Path(name).expanduser()
+    if target is not None:
+        return target.alike_layers
+    if is_gguf(path):
+        config = _gguf_config(path)
+    else:
+        hub = _cached_config(name) if is_hub_id(name) else None
+        file = path / "config.json" if path.is_dir() else hub
+        config = {} if file is None else read_json(file)
+    kinds = config.get("layer_types") or ()
+    return family_named(str(config.get("model_type", ""))).alike_layers and len(set(kinds)) <= 1
 
 
 def shape_of_target(name: str) -> ModelShape:
@@ -211,21 +231,26 @@ def shape_of_target(name: str) -> ModelShape:
     return shape
 
 
-def _gguf_shape(file: Path) -> ModelShape:
+def _gguf_config(file: Path) -> Mapping[str, Any]:
     """From the header of a GGUF file. Raises InputError and BundleError for one that is not read."""
     from edgespec_runtime.untrusted.gguf_config import read_model
 
     if not file.is_file():
         raise InputError(f"{file} does not exist; give a GGUF file")
-    return ModelShape.from_config(read_model(file)[1])
+    return read_model(file)[1]
 
 
-def _cached_shape(repo: str) -> ModelShape | None:
-    """From the hub's own cache on this machine."""
+def _cached_config(repo: str) -> Path | None:
+    """The config.json in the hub's own cache on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     file = try_to_load_from_cache(repo, "config.json")
-    return shape_in(Path(file)) if isinstance(file, str) else None
+    return Path(file) if isinstance(file, str) else None
+
+
+def _cached_shape(repo: str) -> ModelShape | None:
+    file = _cached_config(repo)
+    return None if file is None else shape_in(file)
 
 
 def _made_shape(alias: str) -> ModelShape:

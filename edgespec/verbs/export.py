@@ -17,13 +17,14 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json, read_object, shares_blocks, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import bytes_in, free_disk
+from edgespec.core.manifest import ROLES
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import json_knob, next_step, write_result
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning import costs
-from edgespec.planning.estimate import files_bytes
+from edgespec.planning.export_costs import files_bytes, passing_bytes
 from edgespec.recipe.devices import FORMATS, profile
 from edgespec.recipe.precisions import MIXED, PRECISIONS, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
@@ -104,10 +105,30 @@ class Export(ExportStages):
             checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
             shapes, own = (target, drafter), own_file(source.target)
             size = None if own is None else own.bytes
-            check_disk(self.out, self.recipe.export, shapes, self.disk_cure, checkpoint=checkpoint, own=size)
+            check_disk(
+                self.out,
+                self.recipe.export,
+                shapes,
+                self.disk_cure,
+                checkpoint=checkpoint,
+                own=size,
+                passing=self._passing(target, drafter),
+            )
         self._export(source.target, source.drafter)
         found = {"name": source.name, "source": source.source, "licence": source.licence}
         return self._pack(source.target, source.drafter, found)
+
+    def _passing(self, *shapes: ModelShape) -> int:
+        """Bytes of temporary files, at most, for the files that are not there yet."""
+        from edgespec_export.formats.export import exported_files
+
+        source, by_role = self.source, dict(zip(ROLES, shapes, strict=True))
+        own, head = own_file(source.target), is_head(source.drafter)
+        files = exported_files(self.out / "export", self.recipe.export, own, head=head)
+        if own is not None:  # that one is copied
+            files = [file for file in files if (file.role, file.engine) != ("target", "llama.cpp")]
+        left = [file for file in files if not file.is_head and not file.path.exists()]
+        return max((passing_bytes(by_role[file.role], file.engine, file.held) for file in left), default=0)
 
     def _responses(self) -> Path:
         return self.source.responses or super()._responses()
@@ -132,20 +153,21 @@ def check_disk(
     *,
     checkpoint: int = 0,
     own: int | None = None,
+    passing: int = 0,
 ) -> None:
     """Refuse an export in `out`, new or half done, for which the disk has no room. Raises InputError with both numbers.
 
     cure: what to do where no room can be made. checkpoint: bytes of the drafter's own weights that go into the bundle. own: those
-    of the target's own GGUF file, None where it came as none.
+    of the target's own GGUF file, None where it came as none. passing: of temporary files, gone before the bundle.
     """
     files = files_bytes(options, shapes, own)
     copies = 0 if shares_blocks(out) else files + checkpoint
-    needed = files + copies - min(files, bytes_in(out / "export"))
+    needed = files + max(copies, passing) - min(files, bytes_in(out / "export"))
     free = free_disk(out)
     if needed > free:
         raise InputError(
-            f"the files and the bundle's copies of them take {byte_size(needed)} on the disk and {out} has "
-            f"{byte_size(free)} free; make room, or {cure}"
+            f"the files, with the bundle's copies of them or what they are made from, take {byte_size(needed)} on the disk and "
+            f"{out} has {byte_size(free)} free; make room, or {cure}"
         )
 
 

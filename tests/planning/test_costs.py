@@ -14,7 +14,7 @@ from edgespec_runtime.engines.vocabulary import Vocabulary
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
 from edgespec.planning.devices_fit import fit
-from edgespec.planning.estimate import files_bytes
+from edgespec.planning.export_costs import files_bytes
 from edgespec.recipe.devices import FORMAT_OF, profile
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions, ExportOptions
@@ -68,5 +68,8 @@ def test_the_builder_holds_a_whole_model_unless_it_goes_by_layers() -> None:
     assert costs.building_bytes(SMOLLM2, ["int4"]) == costs.BUILDER * SMOLLM2.parameters
     for whole in ("fp32", "fp16", "int8"):
         assert costs.building_bytes(large, ["int4", whole]) == costs.BUILDER * large.parameters
-    for parts in ([], ["int4"], ["mixed"]):
-        assert costs.building_bytes(large, parts) == costs.weight_bytes(large)
+    held = replace(large, layers=4).parameters
+    for parts in (["int4"], ["mixed"]):
+        assert costs.building_bytes(large, parts) == costs.BUILDER * held
+        assert costs.building_bytes(large, parts, alike=False) == costs.BUILDER * large.parameters
+    assert costs.building_bytes(large, []) == 3 * 4 * large.embedding_parameters  # a table at a time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,12 +66,20 @@ def test_a_finished_text_is_read_again_in_torch() -> None:
     assert found["states"].memory == costs.weight_bytes(target) + logits + passing
 
 
+FOUR_LAYERS = replace(TARGET, layers=4).parameters
+
+
 @pytest.mark.parametrize(
-    ("kind", "name", "each"), [("onnx", "int4", 4), ("onnx", "int8", 9), ("gguf", "q8_0", 4)]
+    ("kind", "name", "memory"),
+    [
+        ("onnx", "int4", 9 * FOUR_LAYERS),
+        ("onnx", "int8", 9 * TARGET.parameters),
+        ("gguf", "q8_0", 3 * 4 * TARGET.embedding_parameters),
+    ],
 )
-def test_writing_and_checking_the_files(kind: str, name: str, each: int) -> None:
+def test_writing_and_checking_the_files(kind: str, name: str, memory: int) -> None:
     files = {"onnx": [], "gguf": [], kind: [name]}
     found = stages({"export": files, "distill": {"against": name}})
-    assert found["export"].memory == found[ROUNDED].memory == each * TARGET.parameters
+    assert found["export"].memory == found[ROUNDED].memory == memory
     logits = 4 * TARGET.vocab_size * 128 * (3 * 8 + 3)
     assert found["verify"].memory == 8 * TARGET.parameters + logits

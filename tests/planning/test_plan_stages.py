@@ -10,6 +10,8 @@ import pytest
 from paper_plan import DRAFTER, TARGET
 from repository import REPOSITORY
 
+from edgespec.planning.estimate import disk_peak
+from edgespec.planning.export_costs import passing_bytes
 from edgespec.planning.hardware import GIB, Hardware
 from edgespec.planning.plan_stages import (
     TOGETHER,
@@ -104,3 +106,7 @@ def test_storage_adds_up() -> None:
     there, here = storage(times, TARGET, hub=True), storage(times, TARGET, hub=False)
     assert there.total - here.total == 2 * TARGET.parameters
     assert here.total == sum(time.cost.disk for time in times)
+    narrow = [*timed({"export": {"onnx": [], "gguf": ["q4_k_m"]}, "device": ""}).values()]
+    found, files = storage(narrow, TARGET, hub=False), passing_bytes(TARGET, "llama.cpp", "q4_k_m")
+    assert found.passing == files - found.bundle  # the bundle takes the room of the F16 file
+    assert found.total == disk_peak(time.cost for time in narrow)

@@ -28,6 +28,7 @@ from edgespec.planning.preflight import (
     disk_left,
     find_shortages,
     refuse,
+    room_here,
     shortages,
 )
 from edgespec.recipe.drafter import derive
@@ -189,6 +190,7 @@ def test_a_download_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     recipe = resolve({"target": "llama-2-7b-chat"}, {})
     small_disk(monkeypatch, 10 * GIB)
+    monkeypatch.setattr(preflight, "on_one_disk", lambda *places: False)
     [short] = find_shortages(recipe, tmp_path, Room(2**50, None))
     assert str(short).startswith(
         "the download of meta-llama/Llama-2-7b-chat-hf needs 12.6 GiB of disk and 10 GiB"
@@ -201,6 +203,31 @@ def test_a_download_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tune = {"steps": 1, "conversations": "hub:a/b", "teacher": "some/where"}
     for unknown in ({"target": "some/where"}, {"target": "llama-2-7b-chat", "tune": tune}):  # shapes
         assert find_shortages(resolve(unknown, {}), tmp_path, Room(0, 0)) == []
+
+
+def test_a_download_and_the_build_share_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fits alone, and the two do not."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    recipe, out = resolve({"target": "llama-2-7b-chat"}, {}), tmp_path / "out"
+    build, download = disk_left(recipe, out), 2 * shape_of_target(recipe.target).parameters
+    small_disk(monkeypatch, build + download)
+    assert find_shortages(recipe, out, replace(room_here(out), memory=None)) == []
+    small_disk(monkeypatch, build + download - 1)
+    [short] = find_shortages(recipe, out, replace(room_here(out), memory=None))
+    assert short.needed == build + download
+    assert str(short).startswith("the build (of it ")
+    assert " with the download of meta-llama/Llama-2-7b-chat-hf (12.6 GiB) needs " in str(short)
+    assert {"HF_HOME on another disk", "--out on another disk"} < {*short.cures}
+    monkeypatch.setattr(preflight, "on_one_disk", lambda *places: False)
+    assert find_shortages(recipe, out, replace(room_here(out), memory=None)) == []
+
+
+def test_temporary_files_are_counted_while_they_are_there() -> None:
+    """The second stage leaves 1 GiB and has 2 beside it; the third takes the room of these."""
+    three = [STAGES[0], replace(STAGES[1], passing=2 * GIB), replace(STAGES[1], stage="pack")]
+    assert shortages(three, Room(6 * GIB, None), HERE) == []
+    [disk] = shortages(three, Room(6 * GIB - 1, None), HERE)
+    assert disk.needed == 6 * GIB
 
 
 def test_files_that_the_device_has_no_memory_for_are_not_counted(tmp_path: Path) -> None:
@@ -237,9 +264,12 @@ def test_weights_that_were_expanded_before_need_no_room(
     export_gguf(target, file, "q8_0")
     small_disk(monkeypatch, 1024)
     recipe = resolve({"target": str(file)}, {})
+    monkeypatch.setattr(preflight, "on_one_disk", lambda *places: False)
     [short] = find_shortages(recipe, tmp_path / "out", Room(2**50, None))
     assert short.what == "disk"
     assert "the expanded weights of" in short.stage
     assert short.cures == ("EDGESPEC_HOME on another disk",)
+    small_disk(monkeypatch, GIB)
     folder_of(file)
+    small_disk(monkeypatch, 1024)
     assert find_shortages(recipe, tmp_path / "out", Room(2**50, None)) == []

@@ -19,8 +19,10 @@ from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.costs import file_bytes
 from edgespec.planning.devices_fit import fit
+from edgespec.planning.export_costs import passing_bytes
 from edgespec.recipe import devices
 from edgespec.recipe.devices import profile
+from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import ExportOptions, Recipe
 from edgespec.verbs import export as export_verb
 
@@ -167,6 +169,29 @@ def test_too_little_room_on_the_disk(
     (tmp_path / "export").mkdir()  # a byte that an interrupted one has written
     (tmp_path / "export" / "half").write_bytes(b"x")
     export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000)
+    # what a file is made from is gone before the bundle's copies come
+    more = needed + 1001
+    monkeypatch.setattr(export_verb, "free_disk", lambda place: needed + more - 1)
+    export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000, passing=more)
+    monkeypatch.setattr(export_verb, "free_disk", lambda place: needed + more - 2)
+    with pytest.raises(InputError, match="what they are made from"):
+        export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000, passing=more)
+
+
+def test_only_files_that_are_not_there_need_what_they_are_made_from(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    recipe = resolve({"target": "x", "export": {"onnx": ["fp32"], "gguf": ["q4_k_m", "q4_0"]}}, {})
+    source = export_verb.Source(*models, "name", "source", recipe)
+    one = export_verb.Export(recipe, tmp_path, source=source)
+    shapes = [ModelShape.from_config(json.loads((model / "config.json").read_text())) for model in models]
+    counted = [passing_bytes(shape, "llama.cpp", "q4_k_m") for shape in shapes]
+    for role, left in (("target", max(counted)), ("drafter", counted[1]), ("", 0)):
+        assert one._passing(*shapes) == left
+        if role:
+            file = tmp_path / "export" / role / "gguf" / f"{role}-q4_k_m.gguf"
+            file.parent.mkdir(parents=True)
+            file.touch()
 
 
 def chosen(**given: object) -> dict[str, list[str]]:

@@ -21,12 +21,13 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, NoRoom
 from edgespec.core.families import Family
 from edgespec.core.files import whole_file, whole_folder, write_json
 from edgespec.core.folder_lock import held
 from edgespec.core.progress import progress
-from edgespec.model_folder.weights_files import SINGLE, header_of, refuse_pointer
+from edgespec.model_folder.weights_files import BITS, SINGLE, header_of, refuse_pointer
+from edgespec.planning.preflight import expansion, told
 from edgespec.shell.environment import cache_folder
 from edgespec.stages.own_gguf import MODEL, OwnFile
 from edgespec.stages.record import sha256_of
@@ -55,7 +56,7 @@ def folder_of(file: Path) -> Path:
     """The model folder of a GGUF file, made on first use by one process at a time: whole or not at all.
 
     Raises InputError and BundleError, each in one sentence that names what was seen: no GGUF file, cut short, one of several
-    parts, an unknown family, key, tensor, type of weights, tokenizer or pre-tokenizer.
+    parts, an unknown family, key, tensor, type of weights, tokenizer or pre-tokenizer. NoRoom for too small a disk.
     """
     if not file.is_file():
         raise InputError(f"{file} does not exist; give a GGUF file")
@@ -139,6 +140,9 @@ def _places(config: Mapping[str, Any], family: Family) -> dict[str, Place]:
 def _write(
     model: Path, file: Path, header: Header, config: Mapping[str, Any], places: Mapping[str, Place]
 ) -> None:
+    lack = expansion(file, _size(_kept(header, places))).shortage()
+    if lack:
+        raise NoRoom(told([lack]))
     rope: dict[str, Any] = {}
     if ROPE_FACTORS in header.tensors:
         pieces = _pieces(file, header.tensors[ROPE_FACTORS], 1)
@@ -149,16 +153,28 @@ def _write(
         _write_weights(folder / SINGLE, file, header, places)
 
 
+def _kept(header: Header, places: Mapping[str, Place]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """{Hugging Face name: (type, shape)} of what is written, in order."""
+    kinds = {name: Kind(header.tensors[name].kind) for name in places}
+    return {
+        place.name: (_KEPT.get(kinds[name], _KEPT[Kind.F32])[0], place.shape)
+        for name, place in places.items()
+    }
+
+
+def _size(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
+    return sum(prod(shape) * BITS[dtype] // 8 for dtype, shape in tensors.values())
+
+
 def _write_weights(out: Path, file: Path, header: Header, places: Mapping[str, Place]) -> None:
     """A safetensors file: its header first, since all sizes are known, then piece after piece."""
-    kinds = {name: _KEPT.get(Kind(header.tensors[name].kind), _KEPT[Kind.F32]) for name in places}
-    total = sum(prod(place.shape) * np.dtype(kinds[name][1]).itemsize for name, place in places.items())
+    tensors = _kept(header, places)
     with whole_file(out) as temporary, open(temporary, "wb") as stream:
-        stream.write(header_of({place.name: (kinds[name][0], place.shape) for name, place in places.items()}))
-        with progress(f"expand {file.name}", total // 2**20, "MiB") as bar:
+        stream.write(header_of(tensors))
+        with progress(f"expand {file.name}", _size(tensors) // 2**20, "MiB") as bar:
             for name, place in places.items():
                 for piece in _rows(file, header.tensors[name], place):
-                    piece.tofile(stream)
+                    stream.write(piece.data)  # NumPy's tofile is silent where the last bytes find no room
                 bar.update(stream.tell() // 2**20 - int(bar.n))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import struct
 import threading
 from collections import Counter
@@ -29,16 +30,19 @@ from gguf_cases import BOUND, CASES, TOKENS, float_logits
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file
+from small_files import files_of_at_most
 from tiny_models import byte_level_tokenizer, make_model_folder, save_tokenizer, torch_logits
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 from transformers import PreTrainedTokenizerFast
 
 from edgespec.building.pair import find_target
-from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core import free_space
+from edgespec.core.errors import EdgespecError, InputError, NoRoom
 from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.weights_files import SINGLE, read_tensors
 from edgespec.recipe.targets import find_shape
+from edgespec.shell.environment import cache_folder
 from edgespec.stages.own_gguf import own_file
 
 pytestmark = pytest.mark.llamacpp
@@ -86,6 +90,31 @@ def test_a_float_file_gives_the_model_back(
     # YaRN's factor and Llama 3's divisors come back from float32 numbers
     assert (ours - theirs).abs().max() < (1e-4 if "rope_parameters" in settings else 1e-9)
     assert np.abs(float_logits(tmp_path / "m.gguf", TOKENS, monkeypatch) - ours.numpy()).max() < BOUND
+
+
+def test_too_little_room_for_the_weights_is_said_before_they_are_written(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage, size = (
+        shutil.disk_usage("/"),
+        sum(one.nbytes for one in weights_of(tiny.parent / "source").values()),
+    )
+    monkeypatch.setattr(free_space.shutil, "disk_usage", lambda _: usage._replace(free=size - 1))
+    with pytest.raises(
+        NoRoom, match=r"expanded weights of .*tiny.gguf needs .* Try EDGESPEC_HOME on another disk$"
+    ):
+        folder_of(tiny)
+    assert not list(cache_folder().glob(f"targets/*/{from_gguf.MODEL}"))
+    monkeypatch.setattr(free_space.shutil, "disk_usage", lambda _: usage._replace(free=size))
+    assert folder_of(tiny).is_dir()
+
+
+def test_a_disk_that_is_full_at_the_last_bytes_is_noticed(tiny: Path) -> None:
+    whole = (folder_of(tiny) / SINGLE).stat().st_size
+    shutil.rmtree(cache_folder() / "targets")
+    with files_of_at_most(whole - 1), pytest.raises(NoRoom, match="the file would exceed the size limit"):
+        folder_of(tiny)
+    assert (folder_of(tiny) / SINGLE).stat().st_size == whole
 
 
 @pytest.mark.parametrize("precision", ["f16", "bf16", "q8_0", "q4_0"])
