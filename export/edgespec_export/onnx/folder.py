@@ -11,7 +11,7 @@ import numpy as np
 DATA = "model.onnx.data"
 IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
 CONTRIB = "com.microsoft"
-OF_CONTRIB = ("GroupQueryAttention", "MatMulNBits", "GatherBlockQuantized")  # operators of that domain
+OF_CONTRIB = ("GroupQueryAttention", "MatMulNBits", "GatherBlockQuantized", "FusedMatMul")  # of that domain
 
 
 class DataFile:

@@ -20,7 +20,7 @@ import numpy as np
 from edgespec.core.errors import EdgespecError
 from edgespec_export.onnx.blocks import BLOCK, INT8, OFFSET4, Blocks, SplitBlocks, split_rows
 from edgespec_export.onnx.folder import DATA, IN_GRAPH, DataFile, Nodes, set_nodes
-from edgespec_export.onnx.to_onnx_stored import widen_matrix
+from edgespec_export.onnx.to_onnx_stored import PRODUCT, bytes_in_rows, widen_matrix
 
 HEAD, TABLE = "lm_head", "model.embed_tokens"
 SUFFIX = ".MatMul.weight"
@@ -121,6 +121,7 @@ def write_graphs(
         graph = onnx.ModelProto()
         graph.CopyFrom(model)
         _rewrite(graph.graph, kept, own, parts, level)
+        bytes_in_rows(graph.graph)
         onnx.save(graph, folder / name)
 
 
@@ -215,7 +216,7 @@ class _Nodes(Nodes):
         if part.kind == INT8 and self.level == EXACT_LEVEL:
             scales = f"{part.name}_scales"
             matrix = widen_matrix(self.first, part.packed, scales, part.rows, part.columns, BLOCK)
-            self.add("MatMul", [x, matrix], y, name=at)
+            self.add(PRODUCT, [x, matrix], y, name=at, transB=1)
             return
         settings = {"N": part.rows, "K": part.inputs, "bits": part.bits, "block_size": BLOCK}
         settings["accuracy_level"] = self.level

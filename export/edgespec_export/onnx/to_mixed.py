@@ -23,6 +23,7 @@ from edgespec_export.onnx.by_layers import export_int4
 from edgespec_export.onnx.folder import DATA, written
 from edgespec_export.onnx.mixed_graph import EXACT_LEVEL, FAST_LEVEL, write_graphs
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, log_of
+from edgespec_export.onnx.to_onnx_stored import widen_once
 
 Array = np.ndarray[Any, Any]
 
@@ -62,6 +63,7 @@ def export_mixed(
             return in_blocks(weight, kinds[name], importance.get(name))
 
         write_graphs(source, folder, blocks_of, {"model.onnx": EXACT_LEVEL, FAST_GRAPH: FAST_LEVEL})
+        widen_once(folder)
     return written(out_folder)
 
 

@@ -6,6 +6,11 @@ MatMulNBits with 8 bits and float activations takes 7 to 15 times as long as fp3
 graphs here widen each matrix in front of its MatMul. The widening is made of constants, and ONNX Runtime does it once, when it
 loads: arithmetic, speed and memory are those of fp32, the file is a half or a quarter of it.
 
+ONNX Runtime keeps what every constant node gives until all are computed. So one node (DequantizeLinear) widens a matrix as its
+bytes lie in the file, and the product reads rows as columns: loading takes the floats and one matrix more. An engine must be told
+to widen when it loads (WIDEN_ONCE; genai_config.json tells onnxruntime-genai). Untold, it widens in every pass: that is float
+arithmetic too, and a step takes 7 to 9 times as long.
+
 Knows the names that the model builder gives; the rest of an export is to_onnx's.
 """
 
@@ -15,12 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from edgespec_runtime.engines.onnx_runtime import WIDEN_ONCE
+from edgespec_runtime.untrusted.genai_settings import SETTINGS
 
 from edgespec.core.errors import EdgespecError
-from edgespec_export.onnx.folder import DATA, IN_GRAPH, Nodes, set_nodes
+from edgespec.core.files import read_json, write_json
+from edgespec_export.onnx.folder import CONTRIB, DATA, IN_GRAPH, Nodes, set_nodes
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.MatMul.weight"
-UINT8_ZERO = 128.0
+UINT8_ZERO = 128
+PRODUCT = "FusedMatMul"  # with transB
 _TABLES = ("cos_cache", "sin_cache")  # of RoPE; with other endings where a family has several
 
 
@@ -72,6 +81,8 @@ def share_int8_table(folder: Path) -> None:
     ids, output = reader.input[1], reader.output[0]
     made = Nodes()
     rows = made.add("Gather", [f"{HEAD}_Q8", ids], at + "bytes")
+    in_blocks = np.array([0, 0, -1, tensors[f"{HEAD}_Q8"].dims[2]])  # the exact graph's rows have none
+    rows = made.add("Reshape", [rows, made.constant(at + "shape", in_blocks)], at + "in_blocks")
     rows = made.add("Cast", [rows], at + "float", to=TensorProto.FLOAT)
     rows = made.add("Sub", [rows, made.constant(at + "zero", np.float32(UINT8_ZERO))], at + "centred")
     scales = made.add("Gather", [f"{HEAD}_scales", ids], at + "scale")
@@ -107,27 +118,42 @@ def widen_int8(folder: Path) -> None:
                 f"{node.name} of {folder} has {settings} and inputs {list(node.input)}; symmetric 8-bit blocks that fill "
                 "their rows are wanted"
             )
-        matrix = widen_matrix(made, packed, scales, rows, columns, size)
-        node.CopyFrom(helper.make_node("MatMul", [node.input[0], matrix], node.output, name=node.name))
+        inputs = [node.input[0], widen_matrix(made, packed, scales, rows, columns, size)]
+        product = helper.make_node(PRODUCT, inputs, node.output, name=node.name, domain=CONTRIB, transB=1)
+        node.CopyFrom(product)
     graph.initializer.extend(made.constants.values())
     set_nodes(graph, [*made.nodes, *graph.node])
+    bytes_in_rows(graph)
     onnx.save(model, folder / "model.onnx")
+    widen_once(folder)
 
 
 def widen_matrix(made: Nodes, packed: str, scales: str, rows: int, columns: int, block: int) -> str:
-    """Add what makes floats [K, N] of a matrix's bytes and scales; the name of these. Done once, when the graph is loaded."""
-    from onnx import TensorProto
+    """Add what makes floats [N, K] of a matrix's bytes and scales; the name of these. `bytes_in_rows` goes with it."""
+    from onnx import TensorProto, helper
 
-    at, shape = f"/widen/{packed}/", f"/widen/shape_{rows}_{columns}"
-    zero = made.constant("/widen/zero", np.float32(UINT8_ZERO))
-    of_block = made.constant(f"{shape}_blocks", np.array([rows, columns // block, 1]))
-    whole = made.constant(shape, np.array([rows, columns]))
-    wide = made.add("Cast", [packed], at + "float", to=TensorProto.FLOAT)
-    wide = made.add("Sub", [wide, zero], at + "centred")
-    scales = made.add("Reshape", [scales, of_block], at + "scales")
-    wide = made.add("Mul", [wide, scales], at + "blocks")
-    wide = made.add("Reshape", [wide, whole], at + "rows")
-    return made.add("Transpose", [wide], at + "matrix", perm=[1, 0])
+    blocks = columns // block
+    shape, zeros = f"/widen/shape_{rows}_{blocks}", f"/widen/zeros_{rows}_{blocks}"
+    if shape not in made.constants:
+        zero = helper.make_tensor("value", TensorProto.UINT8, [1], [UINT8_ZERO])
+        made.add("ConstantOfShape", [made.constant(shape, np.array([rows, blocks]))], zeros, value=zero)
+    return made.add("DequantizeLinear", [packed, scales, zeros], f"/widen/{packed}", axis=1, block_size=block)
+
+
+def bytes_in_rows(graph: Any) -> None:
+    """Give the bytes that a finished graph widens the shape [N, K]; MatMulNBits reads the same ones as [N, blocks, block]."""
+    widened = {node.input[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+    for tensor in graph.initializer:
+        if tensor.name in widened:
+            rows, blocks, block = tensor.dims
+            tensor.dims[:] = [rows, blocks * block]
+
+
+def widen_once(folder: Path) -> None:
+    """Have onnxruntime-genai widen the bytes when it loads the folder's graph."""
+    settings = read_json(folder / SETTINGS)
+    settings["model"]["decoder"]["session_options"] |= dict([WIDEN_ONCE])
+    write_json(folder / SETTINGS, settings)
 
 
 def _save_whole(model: Any, folder: Path) -> None:

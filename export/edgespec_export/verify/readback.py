@@ -211,6 +211,8 @@ def matrix_of(name: str, bits: int, read: Callable[[str], Array | None], columns
     packed, scales, zeros, shifts = (read(name + end) for end in ends)
     if packed is None or scales is None:
         raise EdgespecError(f"{name} has no scales; export it again")
+    if packed.ndim == 2:  # rows of bytes, which an exact graph widens
+        packed = packed.reshape(*scales.shape, -1)
     if shifts is not None:
         zeros = np.zeros((packed.shape[0], -(-packed.shape[1] // 2)), np.uint8)
     values = expanded(packed, scales, zeros, bits, columns)

@@ -23,6 +23,8 @@ from edgespec_runtime.untrusted.onnx_graph import check_onnx
 # Metadata of the graph: most tokens of a text with the short RoPE factors; places behind the text that a pass writes to.
 ROPE_BORDER, SPARE_TOKENS = "edgespec.rope_border", "edgespec.spare_tokens"
 MOST_SPARE = 16
+# Of a session: compute DequantizeLinear of constants when it loads. Exact int8 matrices are widened so.
+WIDEN_ONCE = ("session.disable_quant_qdq", "1")
 HIDDEN_STATES = "hidden_states"  # an output of a graph whose drafter is a head
 MOST_WIDTH = 2**17  # of hidden states, which size memory
 BLOCK_LENGTH = 128  # prefill pieces: large enough for full speed, small enough for the logits buffer (16 MB at 32,000 tokens)
@@ -61,7 +63,7 @@ class OnnxRuntimeEngine:
         self.name = f"onnxruntime {folder.name}"
         self.n_past = 0
         try:
-            self._session = open_session(folder / filename, threads or default_threads())
+            self._session = open_session(folder / filename, threads or default_threads(), WIDEN_ONCE)
             spare = self._told(SPARE_TOKENS) or 0
             if spare >= min(MOST_SPARE, own_context):
                 raise ValueError(f"its {SPARE_TOKENS} is {spare}; a few are wanted")

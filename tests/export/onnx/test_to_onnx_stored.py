@@ -17,6 +17,7 @@ from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from safetensors.torch import load_file, save_file
 
 from edgespec.core.errors import EdgespecError
+from edgespec.core.files import read_json
 from edgespec.planning.costs import file_bytes
 from edgespec.recipe.targets import shape_of_target
 
@@ -74,10 +75,14 @@ def test_files_are_a_half_and_a_quarter(
 def test_the_widening_is_done_once_when_the_graph_is_loaded(
     stored: dict[tuple[str, str], Path], tmp_path: Path, precision: str
 ) -> None:
+    folder = stored["llama", precision]
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3
-    folder = stored["llama", precision]
+    settings = read_json(folder / "genai_config.json")["model"]["decoder"]["session_options"]
+    for name, value in settings.items():  # as onnxruntime-genai does
+        if "." in name:
+            options.add_session_config_entry(name, value)
     ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
     nodes = onnx.load(tmp_path / "optimised.onnx", load_external_data=False).graph.node
     left = {node.op_type for node in nodes if "MatMul.weight" in node.name}
