@@ -308,7 +308,7 @@ def test_static_graphs_have_weights_of_their_own() -> None:
     """All three run at once: in floats where ranges are looked for, and beside the model in torch where they are verified."""
 
     def memory(*npu: str) -> list[int]:
-        recipe = resolve({"target": "x", "export": {"npu": list(npu)}}, {})
+        recipe = resolve({"target": "x", "export": {"npu": list(npu), "onnx": ["int4"]}}, {})
         return [stage(name, recipe, WIDE, PLAIN).memory for name in ("export", "verify")]
 
     floats, rounded = (round(3.3 * costs.file_bytes(WIDE, "static", name)) for name in ("fp32", "qdq8"))

@@ -82,4 +82,7 @@ def test_writing_and_checking_the_files(kind: str, name: str, memory: int) -> No
     found = stages({"export": files, "distill": {"against": name}})
     assert found["export"].memory == found[ROUNDED].memory == memory
     logits = 4 * TARGET.vocab_size * 128 * (3 * 8 + 3)
-    assert found["verify"].memory == 8 * TARGET.parameters + logits
+    twice = (
+        4 * TARGET.embedding_parameters if name == "int8" else 0
+    )  # while ONNX Runtime packs the widened matrix
+    assert found["verify"].memory == 8 * TARGET.parameters + twice + logits
