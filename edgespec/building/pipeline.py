@@ -134,7 +134,7 @@ class Build(ExportStages):
         else:
             from edgespec_recipes.models.initialise import checkpoint_shape
 
-            shape = checkpoint_shape(checkpoint, options.vocabulary)
+            shape = checkpoint_shape(checkpoint, options.vocabulary, target_shape.vocab_size)
         print(describe(target_shape, shape), flush=True)
         self._drop_files_too_large(target_shape, shape, self.recipe.target)
 

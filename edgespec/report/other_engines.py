@@ -47,7 +47,7 @@ def _expected(run: Run) -> list[Table | Words]:
     if run.manifest.drafter.vocabulary is not None:
         return [
             Words(
-                "The drafter has token numbers of its own, which only edgespec translates: no other engine runs the pair. The "
+                "The drafter has a vocabulary of its own, which only edgespec translates: no other engine runs the pair. The "
                 "target's files run there without the drafter."
             )
         ]

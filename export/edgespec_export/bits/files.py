@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from edgespec_runtime.engines.vocabulary import vocabulary_of
+from edgespec_runtime.engines.vocabulary import Vocabulary
 from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.core.errors import InputError
@@ -34,14 +34,21 @@ FLOAT = 4  # bytes
 class Mixed:
     """The mixed files of one model; `texts` [of the target's tokens] is called when the first is wanted.
 
+    `subset`: the tokens that a drafter knows, None for all.
+
     A size is the target's file's; the drafter then keeps the usual share of its argmaxes. Raises InputError for a size that is
     none, and where several budgets are given.
     """
 
     def __init__(
-        self, folder: Path, role: str, texts: Callable[[], Sequence[Text]], options: ExportOptions
+        self,
+        folder: Path,
+        role: str,
+        texts: Callable[[], Sequence[Text]],
+        options: ExportOptions,
+        subset: Vocabulary | None = None,
     ) -> None:
-        self.folder, self._texts = folder, texts
+        self.folder, self._texts, self._subset = folder, texts, subset
         size = options.size if role == "target" else ""
         self.budget = budget_of(options.bits, size, options.quality)
 
@@ -52,9 +59,9 @@ class Mixed:
     @cached_property
     def probe(self) -> Probe:
         """The float model, with the importance of every input."""
-        subset, texts = vocabulary_of(self.folder), self._texts()
-        if subset is not None:
-            places = subset.places()
+        texts = self._texts()
+        if self._subset is not None:
+            places = self._subset.places()
             texts = [Text(places.take(text.tokens).tolist(), text.start) for text in texts]
         probe = Probe(self.folder, split(texts, self.shape.context_length, self.shape.parameters))
         probe.measure_importance()

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from edgespec_runtime.text.same_tokens import subset_of
 from edgespec_runtime.untrusted.gguf_file import read_header
 
 from edgespec.core.errors import InputError
@@ -128,7 +129,13 @@ def export_pair(
     notes_file = out / "notes.json"
     results: dict[str, Any] = read_json(notes_file) if notes_file.exists() else {}
     done = [file for file in files if file.path.exists()]
-    mixed = {role: Mixed(folder, role, texts, options) for role, folder in sources.items()} if texts else {}
+    subset = None if head else subset_of(target_folder, drafter_folder)
+    subsets = {"target": None, "drafter": subset}
+    mixed = (
+        {role: Mixed(folder, role, texts, options, subsets[role]) for role, folder in sources.items()}
+        if texts
+        else {}
+    )
     with progress("export", len(files), "files", done=len(done)) as bar:
         for file in files:
             if file.path.exists():  # done before, or a head's folder that stands for several files
@@ -139,7 +146,7 @@ def export_pair(
             if file.is_head:
                 made = export_head(source, target_folder, file.path, file.held)
             elif file.engine == "static":
-                made = export_static(source, file.path, file.precision, options, rows)
+                made = export_static(source, file.path, file.precision, options, rows, subsets[file.role])
             elif file.held in MIXED.values() and file.role not in mixed:
                 raise InputError(
                     f"a {file.held} file needs text that the target wrote; give a build, or other precisions"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from edgespec_runtime.engines.static import SETTINGS, StaticSettings
-from edgespec_runtime.engines.vocabulary import vocabulary_of
+from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
@@ -139,10 +139,11 @@ def export_static(
     precision: str,
     options: ExportOptions,
     rows: Callable[[], Sequence[Sequence[int]]] | None,
+    subset: Vocabulary | None = None,
 ) -> dict[str, Any]:
     """Static graphs in any precision: `export_npu`, then for integer activations calibrated and quantised (qdq).
 
-    `rows` gives token ids in the target's numbers; a drafter with a vocabulary subset sees them in its own. Raises what
+    `rows` gives token ids in the target's numbers; a drafter with a `subset` sees them in its own. Raises what
     `export_npu` raises, and InputError where integer activations are wanted and there is no text.
     """
     from edgespec_export.npu.qdq import calibrate, export_qdq
@@ -154,7 +155,6 @@ def export_static(
         raise InputError(
             f"{precision} needs text to find the ranges of its activations; give a build, or prompts"
         )
-    subset = vocabulary_of(model_folder)
     if subset is not None:
         found = [subset.places().take(row).tolist() for row in found]
     with scratch_beside(out_folder, "float") as scratch:

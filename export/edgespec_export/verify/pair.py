@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from edgespec_runtime.engines.vocabulary import vocabulary_of
+from edgespec_runtime.engines.vocabulary import Vocabulary
+from edgespec_runtime.text.same_tokens import subset_of
 
 from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.families import family_named
@@ -49,18 +50,25 @@ Array = np.ndarray[Any, Any]
 class Reference(Standard):
     """One float model in torch: its logits, and those it gives with other weights. `prompts` in the target's numbers.
 
-    `questions`: what it is to reply to, None for nothing. Raises InputError where no prompt has a token.
+    `questions`: what it is to reply to, None for nothing. `subset`: the tokens that a drafter knows,
+    None for all. Raises InputError where no prompt has a token.
     """
 
     without_engine = "weights read back in torch"
 
-    def __init__(self, folder: Path, prompts: list[list[int]], questions: Questions | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        prompts: list[list[int]],
+        questions: Questions | None = None,
+        subset: Vocabulary | None = None,
+    ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # ours covers it
         config = read_json(folder / "config.json")
-        shape, own = ModelShape.from_config(config), as_numbered(prompts, vocabulary_of(folder))
+        shape, own = ModelShape.from_config(config), as_numbered(prompts, subset)
         super().__init__(shape, shape.parameters, Source(folder, read_config(folder), whole=True), own)
         if not self.passages:
             raise InputError("there is no prompt to verify with; give at least one that is not empty")
@@ -92,7 +100,8 @@ class Reference(Standard):
     def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
         """Hold weights and settings against the model's; the model's logits with the file's weights, or its own where they do
         not fit."""
-        given = own_file(self.folder) if file.engine == "llama.cpp" else None
+        theirs = file.role == "target" and file.engine == "llama.cpp"  # a drafter's file is written anew
+        given = own_file(self.folder) if theirs else None
         if given is not None and not given.is_in(file.path):
             check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
         weights = _compare_weights(check, weights_of(file.path, self.shape), self)
@@ -178,6 +187,7 @@ def verify_with_models(
     questions: Questions | None = None,
 ) -> dict[str, Any]:
     """`verify_files` with the models in `folders`, by role, as standards."""
+    subset = subset_of(folders["target"], folders["drafter"])
 
     def standards() -> Iterator[tuple[str, Standard]]:
         target = Reference(folders["target"], prompts, questions)
@@ -186,9 +196,9 @@ def verify_with_models(
             yield "drafter", Head(folders["drafter"], target)
             return
         del target  # one model at a time is in memory
-        yield "drafter", Reference(folders["drafter"], prompts)
+        yield "drafter", Reference(folders["drafter"], prompts, subset=subset)
 
-    return verify_files(files, standards(), vocabulary_of(folders["drafter"]), trials, tokenizer_folder)
+    return verify_files(files, standards(), subset, trials, tokenizer_folder)
 
 
 def _compare_weights(check: FileCheck, found: Weights, reference: Reference) -> dict[str, torch.Tensor]:

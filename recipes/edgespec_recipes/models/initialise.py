@@ -35,10 +35,11 @@ from edgespec_recipes.models.vocabulary import (
 from edgespec_recipes.parallel import processes
 
 
-def checkpoint_shape(folder: Path, vocabulary: int | None = None) -> DrafterShape:
+def checkpoint_shape(folder: Path, vocabulary: int | None = None, rows: int | None = None) -> DrafterShape:
     """The shape of the drafter that `drafter.checkpoint` gives, cut down to `vocabulary` tokens where that is asked for.
 
-    Raises InputError: no model folder, or one with another subset.
+    `rows`: of the target's tables; those of a checkpoint of all tokens become as many. Raises InputError: no model
+    folder, or one with another subset.
     """
     if not (folder / "config.json").is_file():
         raise InputError(
@@ -47,6 +48,8 @@ def checkpoint_shape(folder: Path, vocabulary: int | None = None) -> DrafterShap
     shape = DrafterShape.from_config(read_json(folder / "config.json"))
     assert isinstance(shape, DrafterShape)
     subset = vocabulary_of(folder)
+    if subset is None and rows is not None:
+        shape = replace(shape, vocab_size=rows)
     if vocabulary is None or vocabulary == shape.vocab_size:
         return shape
     if subset is None:
@@ -168,7 +171,7 @@ def _start_from_components(model: Any, target: Any, counts: np.ndarray) -> None:
 def _checkpoint(shape: DrafterShape, options: DrafterOptions, target_folder: Path, vocab_size: int) -> Any:
     """The model of `options.checkpoint`, held against the plan and the target."""
     folder = Path(options.checkpoint)
-    seen = checkpoint_shape(folder, options.vocabulary)
+    seen = checkpoint_shape(folder, options.vocabulary, vocab_size)
     if seen != shape:
         raise InputError(
             f"the checkpoint {folder} is not the one this drafter was planned with ({seen} there, {shape} planned); "
@@ -176,9 +179,21 @@ def _checkpoint(shape: DrafterShape, options: DrafterOptions, target_folder: Pat
         )
     check_same_vocabulary(target_folder, folder, "the target and drafter.checkpoint")
     model = load_model(folder)
+    if not is_restricted(model):
+        _fill_up(model, vocab_size)
     if model.config.vocab_size != vocab_size:
         raise InputError(
             f"the checkpoint {folder} has a vocabulary of {model.config.vocab_size} rows and the target of {vocab_size}; "
             "they must be the same: give a checkpoint made for this target"
         )
     return model
+
+
+def _fill_up(model: Any, rows: int) -> None:
+    """Give a model's tables as many rows as its target's have, in place: zeros, or fewer of those that no token has."""
+    before = model.get_input_embeddings().num_embeddings
+    if before != rows:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        with torch.no_grad():
+            for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+                table.weight[before:] = 0.0

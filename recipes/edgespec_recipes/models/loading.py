@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from edgespec_runtime.engines.vocabulary import VOCABULARY, vocabulary_of, write_vocabulary
+from edgespec_runtime.text.same_tokens import check_same_ids
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -112,19 +113,11 @@ def check_same_vocabulary(a_folder: Path, b_folder: Path, what: str) -> None:
     """Raise InputError naming the first token id that two tokenizers use differently; `what` names the two models.
 
     Vocabularies are compared, not files: a later release of a tokenizer's files may hold the same tokens. Rows of the embedding
-    beyond the tokenizer (padding, as in Qwen2's larger models) are no tokens.
+    beyond the tokenizer (padding, as in Qwen2's larger models) are no tokens, and one model may know added tokens of its own.
     """
-    names = []
-    for folder in (a_folder, b_folder):
-        names.append({number: token for token, number in load_tokenizer(folder).get_vocab().items()})
-    a, b = names
-    for number in sorted(a.keys() | b.keys()):
-        if a.get(number) != b.get(number):
-            seen, other = (repr(name[number]) if number in name else "no token" for name in (a, b))
-            raise InputError(
-                f"{what} must have one tokenizer: token {number} is {seen} in {a_folder} ({len(a)} tokens) and {other} in "
-                f"{b_folder} ({len(b)} tokens); give two models of one family"
-            )
+    check_same_ids(
+        {folder: load_tokenizer(folder).backend_tokenizer for folder in (a_folder, b_folder)}, what
+    )
 
 
 def check_context(option: str, context: int, shapes: Iterable[ModelShape]) -> None:

@@ -147,10 +147,10 @@ def is_restricted(model: Any) -> bool:
 def wrap(model: Any, vocabulary: Vocabulary) -> Any:
     """Make a plain model of V' + 1 tokens, as it lies on disk, speak the target's ids. In place; returns the model."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding.num_embeddings != vocabulary.rows:
+    if vocabulary.fillers or embedding.num_embeddings != vocabulary.rows:
         raise InputError(
             f"the model has a vocabulary of {embedding.num_embeddings} rows and its vocabulary.json lists "
-            f"{len(vocabulary.ids)} tokens, which needs {vocabulary.rows}; build the drafter again"
+            f"{len(vocabulary.ids)} tokens, which needs {len(vocabulary.ids) + 1}; build the drafter again"
         )
     _install(model, vocabulary, embedding.weight.data, head.weight.data[:-1].clone(), embedding.padding_idx)
     for config in _configs(model):

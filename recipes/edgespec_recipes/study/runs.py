@@ -176,7 +176,8 @@ class Runs:
     def shape(self, arm: Arm) -> DrafterShape:
         drafter = arm.recipe.drafter
         if drafter.init == "checkpoint":
-            return checkpoint_shape(Path(drafter.checkpoint), drafter.vocabulary)
+            rows = self._target_shape().vocab_size
+            return checkpoint_shape(Path(drafter.checkpoint), drafter.vocabulary, rows)
         return derive(self._target_shape(), drafter)
 
     def _target_shape(self) -> ModelShape:

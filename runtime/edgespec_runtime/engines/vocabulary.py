@@ -3,7 +3,7 @@
 Such a drafter numbers its tokens itself. Row i < V' of its tables is the target's token `ids[i]`; the last row is read in the
 place of every other token, and its logit is never used. Beside the model lies
 
-    vocabulary.json    {"target_vocab_size": V, "ids": [V' ascending target ids]}
+    vocabulary.json    {"target_vocab_size": V, "ids": [V' ascending target ids], "fillers": rows behind the last one (0)}
 
 Losslessness needs nothing more: the loop samples from q and the rule compares q with p, and both see the logits [V] of this
 engine, -inf where the drafter has no token (Leviathan et al. 2023 ask of q only that the tokens were drawn from it).
@@ -35,11 +35,18 @@ class Vocabulary:
 
     target_vocab_size: int
     ids: NDArray[np.int64]
+    fillers: int = 0
+    """Rows of the drafter's tables that come last and that nothing reads."""
 
     @property
     def rows(self) -> int:
-        """Rows of the drafter's tables: V' + 1."""
-        return len(self.ids) + 1
+        """Rows of the drafter's tables: V' + 1, and the fillers."""
+        return len(self.ids) + 1 + self.fillers
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether the drafter's numbers are the target's."""
+        return int(self.ids[-1]) == len(self.ids) - 1
 
     def places(self) -> NDArray[np.int64]:
         """[V] the drafter's row of each of the target's tokens; V' for those it does not know."""
@@ -51,6 +58,8 @@ class Vocabulary:
 def write_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
     """One line, whole or not at all."""
     value = {"target_vocab_size": vocabulary.target_vocab_size, "ids": vocabulary.ids.tolist()}
+    if vocabulary.fillers:
+        value["fillers"] = vocabulary.fillers
     write_text(path, json.dumps(value) + "\n")
 
 
@@ -83,7 +92,10 @@ def read_vocabulary(path: Path, error: type[EdgespecError] = BundleError) -> Voc
                 f"ids[{place}] is {_short(token)} after {before}, and ascending ids below {total} are wanted"
             )
         before = token
-    return Vocabulary(total, np.array(ids, np.int64))
+    fillers = value.get("fillers", 0)
+    if type(fillers) is not int or not 0 <= fillers <= MAX_VOCAB_SIZE:
+        raise refuse(f"'fillers' is {_short(fillers)}, and 0 to {MAX_VOCAB_SIZE} is wanted")
+    return Vocabulary(total, np.array(ids, np.int64), fillers)
 
 
 def _short(value: Any) -> str:
@@ -91,9 +103,9 @@ def _short(value: Any) -> str:
 
 
 class SubsetEngine:
-    """An engine of V' + 1 rows as one of V tokens. Takes the target's ids and gives logits [n, V], -inf outside the subset.
+    """An engine of V' + 1 rows or more as one of V tokens. Takes the target's ids, gives logits [n, V], -inf outside the subset.
 
-    Raises BundleError where the model's tables do not have V' + 1 rows.
+    Raises BundleError where the model's tables have other rows than the vocabulary says.
     """
 
     def __init__(self, inner: Engine, vocabulary: Vocabulary) -> None:
@@ -123,7 +135,7 @@ class SubsetEngine:
         self.n_past = self.inner.n_past
         logits = self._logits[: len(rows)]
         for row, known in zip(logits, rows, strict=True):  # 8 µs a row of 8,000; in one statement 21
-            row[self._ids] = known[:-1]
+            row[self._ids] = known[: len(self._ids)]
         return logits
 
     def rewind(self, n_past: int) -> None:

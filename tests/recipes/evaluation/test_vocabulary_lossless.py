@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,8 @@ def test_greedy_speculation_in_torch_is_the_targets_own(models: tuple[Any, Any, 
         ('{"target_vocab_size": 9, "ids": [-1, 1]}', r"ids\[0\] is -1 after -1"),
         ('{"target_vocab_size": 9, "ids": [1, 9]}', r"ids\[1\] is 9 after 1, and ascending ids below 9"),
         ('{"target_vocab_size": 9, "ids": [1, 9%s]}' % ("9" * 3000), r"ids\[1\] is a huge number"),
+        ('{"target_vocab_size": 9, "ids": [1], "fillers": -1}', r"'fillers' is -1, and 0 to 16777216 is wanted"),
+        ('{"target_vocab_size": 9, "ids": [1], "fillers": true}', r"'fillers' is True"),
         (" " * (MAX_BYTES + 1), "at most 16777216 are read"),
     ],
 )  # fmt: skip
@@ -127,6 +130,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert seen is not None
     assert (seen.target_vocab_size, seen.rows) == (FULL, KEPT + 1)
     np.testing.assert_array_equal(seen.ids, subset().ids)
+    assert (
+        "fillers" not in (tmp_path / "vocabulary.json").read_text()
+    )  # which an older edgespec would not heed
+    write_vocabulary(tmp_path / "vocabulary.json", replace(subset(), fillers=3))
+    assert read_vocabulary(tmp_path / "vocabulary.json").rows == KEPT + 4
     assert vocabulary_of(tmp_path / "nowhere") is None
     with pytest.raises(BundleError, match=r"vocabulary\.json is missing"):
         read_vocabulary(tmp_path / "nowhere" / "vocabulary.json")

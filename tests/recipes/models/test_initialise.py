@@ -20,6 +20,7 @@ from edgespec_recipes.models.initialise import (
 from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model
 from edgespec_recipes.models.subcloning import kept_layers, kept_pairs, measure, subclone
 from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
+from other_rows import with_rows
 from tiny_models import make_model_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -117,6 +118,24 @@ def test_a_checkpoint_is_taken_as_it_is(target: Path, tmp_path: Path) -> None:
         initial_drafter(replace(shape, layers=1), options, target, load_tokenizer(target), 0, TEXT)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_with_other_rows(target: Path, tmp_path: Path, tied: bool) -> None:
+    """A small model of the target's family: the rows that no token has are as many as the target's."""
+    made = make_model_folder(tmp_path / "made", seed=5, hidden=32, tied=tied)
+    for mine, theirs in ((512, 520), (528, 520), (528, 512)):
+        wide = with_rows(target, tmp_path / f"target-{mine}-{theirs}", theirs)
+        small = with_rows(made, tmp_path / f"small-{mine}-{theirs}", mine, times=2)
+        options = DrafterOptions(init="checkpoint", checkpoint=str(small))
+        shape = checkpoint_shape(small, rows=theirs)
+        assert shape.vocab_size == theirs
+        model = initial_drafter(shape, options, wide, load_tokenizer(target), 0, TEXT)
+        assert model.num_parameters() == shape.parameters
+        assert torch.equal(logits(model)[..., :512], logits(load_model(made)))
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            assert len(table.weight) == theirs
+            assert not table.weight[mine:].any()
+
+
 def test_a_checkpoint_with_a_vocabulary_of_its_own(target: Path, tmp_path: Path) -> None:
     whole = make_model_folder(tmp_path / "whole", seed=5, hidden=32)
     vocabulary = choose_vocabulary(np.arange(512), range(4), 100)
@@ -144,7 +163,7 @@ def test_checkpoints_that_cannot_be_used(target: Path, tmp_path: Path) -> None:
     other = make_model_folder(tmp_path / "other", vocab_size=480)
     options = DrafterOptions(init="checkpoint", checkpoint=str(other))
     with pytest.raises(InputError, match=r"the target and drafter\.checkpoint"):
-        initial_drafter(checkpoint_shape(other), options, target, load_tokenizer(target), 0, TEXT)
+        initial_drafter(checkpoint_shape(other, rows=512), options, target, load_tokenizer(target), 0, TEXT)
 
 
 def test_a_target_must_hold_the_tokenizer(target: Path, tmp_path: Path) -> None:

@@ -225,7 +225,9 @@ def test_small_files(root: Path, name: str) -> None:
     added = not file.exists()
     if added:
         first = (
-            {"target_vocab_size": 9, "ids": [0, 2, 5]} if name == "vocabulary.json" else {"eos_token_id": [2]}
+            {"target_vocab_size": 9, "ids": [0, 2, 5], "fillers": 2}
+            if name == "vocabulary.json"
+            else {"eos_token_id": [2]}
         )
         file.write_text(json.dumps(first))
     whole, before, counts = file.read_bytes(), seen(root), Counter[str]()
