@@ -21,7 +21,7 @@ from edgespec.recipe.targets import TARGETS, FoundTarget, gguf_of
 
 
 def gguf_target(name: str) -> FoundTarget | None:
-    """The target that a GGUF file is, with its model folder, made on first use; None for another kind, which resolve.py finds.
+    """The model that a GGUF file is, with its model folder, made on first use; None for another kind, which resolve.py finds.
 
     Raises InputError and BundleError as `gguf_target.model_folder.folder_of` does, MissingExtra without the package gguf.
     """
@@ -31,7 +31,7 @@ def gguf_target(name: str) -> FoundTarget | None:
     try:
         from edgespec_export.gguf_target.model_folder import folder_of
     except ModuleNotFoundError as error:
-        raise MissingExtra(error.name or "gguf", "export", "A GGUF file as target") from error
+        raise MissingExtra(error.name or "gguf", "export", "A GGUF file as a model") from error
     folder = folder_of(file)
     target = TARGETS.get(name)
     if target is None or target.package is None:

@@ -27,6 +27,7 @@ from edgespec.recipe.devices import device_of
 from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe
 from edgespec.recipe.schema import ExportOptions, GenerateOptions, Recipe
+from edgespec.recipe.targets import FoundTarget
 from edgespec.stages import sources
 from edgespec.stages.record import Reads, clear_if_inputs_changed
 from edgespec.stages.stage import STAGE_FILE, Body, Processes, run_stage
@@ -187,8 +188,10 @@ class ExportStages:
         )
         print(verification_table(out / "verify" / "verify.json", colour=draws(sys.stdout)), flush=True)
 
-    def _pack(self, target: Path, drafter: Path, found: dict[str, Any]) -> Path:
-        """The bundle's folder, after a table of how long each stage took."""
+    def _pack(
+        self, target: Path, drafter: Path, found: dict[str, Any], foreign: FoundTarget | None = None
+    ) -> Path:
+        """The bundle's folder, after a table of how long each stage took. `foreign`: as `write_bundle` has it."""
         from edgespec_export.bundle.default_choice import default_report
         from edgespec_export.bundle.write import write_bundle
 
@@ -206,6 +209,7 @@ class ExportStages:
                 target_name=found["name"],
                 target_source=found["source"],
                 licence=found.get("licence", ""),  # builds of before have none
+                foreign=foreign,
                 prompts=self._held_out(target, recipe.export.bundle_prompts),
                 evaluation=evaluation,
                 verification=read_json(out / "verify" / "verify.json"),

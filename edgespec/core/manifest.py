@@ -1,8 +1,7 @@
 """manifest.json of a bundle: what a pair is, which files it has, and proof that they are unchanged. Standard library only.
 
 A bundle comes from strangers: every path must stay inside it, every listed file must have its listed size and sha256, and a
-file that the manifest does not list is never opened (`check_folder` refuses folders that hold one). What the listed files hold
-is checked by those who read them.
+file that is not listed is never opened (`check_folder` refuses folders that hold one). Readers check what the files hold.
 
     manifest.json
       schema_version    1
@@ -267,9 +266,10 @@ def check_file(folder: Path, name: str, entry: BundleFile, *, hashes: bool = Tru
 def _read(folder: Path) -> Mapping[str, Any]:
     path = folder / MANIFEST
     if not path.exists():
-        raise BundleError(
-            f"{path} is missing: {folder} is no bundle, or its making was cut short; give a folder made by edgespec"
-        )
+        words = f"{path} is missing: {folder} is no bundle, or its making was cut short; give a folder made by edgespec"
+        if (folder / "config.json").is_file() or (folder.suffix.lower() == ".gguf" and folder.is_file()):
+            words = f"{folder} is a model and no pair: edgespec build-drafter --target {folder}, or export with --drafter SMALLER"
+        raise BundleError(words)
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BundleError(f"{path} is a link to {path.resolve()}, outside the bundle; {AGAIN}")
     data = read_bounded(path, error=BundleError, limit=MAX_MANIFEST_BYTES)

@@ -23,6 +23,7 @@ from edgespec.core.output import json_knob, next_step, write_result
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size
 from edgespec.model_folder.head import is_head, shape_of_drafter
+from edgespec.model_folder.licence import licence_in
 from edgespec.planning import costs
 from edgespec.planning.export_costs import files_bytes, passing_bytes
 from edgespec.recipe.devices import FORMATS, profile
@@ -36,7 +37,7 @@ from edgespec.stages.own_gguf import own_file
 from edgespec.stages.record import Reads
 from edgespec.stages.sources import held_out_of
 from edgespec.stages.stage import STAGE_FILE
-from edgespec.stages.training_facts import training_of
+from edgespec.stages.training_facts import TRAINING, training_of
 from edgespec.verbs.build import check_packages, claim
 
 
@@ -46,7 +47,7 @@ class Options:
     target: str = knob(
         "", "model folder of the target (config.json, safetensors, tokenizer), or its GGUF file"
     )
-    drafter: str = knob("", "model folder of the drafter, or the folder of a head")
+    drafter: str = knob("", "model folder of the drafter, its GGUF file, or the folder of a head")
     out: str = knob("", "folder for the export (default: build/NAME, with the device's name)")
     device: str = with_default(Recipe, "device", "")
     context: int | None = with_default(ExportOptions, "context", None)
@@ -69,7 +70,8 @@ class Options:
 class Source:
     """The two models and what is known of them.
 
-    responses: the folder of what the target wrote. training: what the drafter was trained on (training_facts.py).
+    responses: the folder of what the target wrote. training: what the drafter was trained on (training_facts.py). foreign: the
+    drafter where edgespec has not trained it.
     """
 
     target: Path
@@ -81,6 +83,7 @@ class Source:
     evaluation: Path | None = None
     responses: Path | None = None
     training: dict[str, Any] = field(default_factory=dict)
+    foreign: FoundTarget | None = None
 
 
 @dataclass
@@ -116,7 +119,7 @@ class Export(ExportStages):
             )
         self._export(source.target, source.drafter)
         found = {"name": source.name, "source": source.source, "licence": source.licence}
-        return self._pack(source.target, source.drafter, found)
+        return self._pack(source.target, source.drafter, found, source.foreign)
 
     def _passing(self, *shapes: ModelShape) -> int:
         """Bytes of temporary files, at most, for the files that are not there yet."""
@@ -175,7 +178,7 @@ def _folder(path: str, what: str) -> Path:
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file() and not (what == "drafter" and is_head(folder)):
         raise InputError(
-            f"the {what} {path!r} has no config.json; give a model folder in Hugging Face layout"
+            f"the {what} {path!r} has no config.json; give a model folder in Hugging Face layout, or a GGUF file"
         )
     return folder
 
@@ -191,13 +194,27 @@ def find_source(options: Options) -> Source:
         )
     if options.build:
         return _source_of_build(Path(options.build).expanduser())
-    drafter = _folder(options.drafter, "drafter")
-    found = gguf_target(options.target)
-    if found is None:
-        target = _folder(options.target, "target")
-        found = FoundTarget(target.resolve().name, target, "local folder", "")
+    found, drafter = _found(options.target, "target"), _found(options.drafter, "drafter")
     recipe = Recipe(target=str(found.folder))
-    return Source(found.folder, drafter, found.name, found.source, recipe, found.licence)
+    foreign = None if _trained(drafter.folder) else drafter
+    return Source(
+        found.folder, drafter.folder, found.name, found.source, recipe, found.licence, foreign=foreign
+    )
+
+
+def _found(name: str, what: str) -> FoundTarget:
+    """A model by its folder or GGUF file."""
+    found = gguf_target(name)
+    if found is None:
+        folder = _folder(name, what)
+        found = FoundTarget(folder.resolve().name, folder, "local folder", licence_in(folder))
+    return found
+
+
+def _trained(drafter: Path) -> bool:
+    """Whether a folder is that of a drafter which edgespec has trained, as far as it tells: a head, or inside a build."""
+    folder = drafter.resolve()
+    return is_head(folder) or (folder / TRAINING).is_file() or (folder.parent / STAGE_FILE).is_file()
 
 
 def _source_of_build(build: Path) -> Source:

@@ -17,6 +17,7 @@ from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.manifest import HEAD, Manifest
 from edgespec.core.table import count, interval, table
+from edgespec.recipe.targets import FoundTarget
 from edgespec_export.answers.report import answers_table, warnings
 from edgespec_export.answers.verdict import CLOSE, CLOSE_ANSWERS, SAME, SAME_ANSWERS, modes_of
 from edgespec_export.bundle.card_engines import Rates, Values, commands_of, engine_sections, hub_id
@@ -43,7 +44,8 @@ class Card:
     """Everything the card says. `manifest` names all files but the card.
 
     `evaluation` and `verification` are the contents of evaluation.json and verify.json ({}: nothing was measured); `subset` is
-    the drafter's own vocabulary; `licence` the note that came with the target.
+    the drafter's own vocabulary; `licence` the note that came with the target; `foreign` the drafter where edgespec has not
+    trained it.
     """
 
     manifest: Manifest
@@ -52,6 +54,7 @@ class Card:
     verification: Mapping[str, Any]
     licence: str = ""
     subset: Vocabulary | None = None
+    foreign: FoundTarget | None = None
 
     def text(self) -> str:
         """The whole file."""
@@ -153,9 +156,14 @@ class Card:
 
     def _engines(self) -> str:
         if self.subset is not None:
+            whose = (
+                f"its tables have {self.subset.rows:,} rows and the target's {self.subset.target_vocab_size:,}"
+                if self.subset.keeps_numbers
+                else "it has token numbers of its own"
+            )
             text = (
-                "The target's files also run elsewhere, without the drafter. The drafter's do not pair with them there: it has "
-                f"token numbers of its own, which {self.manifest.drafter.vocabulary} maps and edgespec translates.\n"
+                "The target's files also run elsewhere, without the drafter. The drafter's do not pair with them there: "
+                f"{whose}, which {self.manifest.drafter.vocabulary} maps and edgespec translates.\n"
             )
         else:
             text = engine_sections(commands_of(self.manifest), rates_of(self.evaluation))
@@ -188,9 +196,17 @@ class Card:
         _, note = licence_of(self.licence)
         source = self.manifest.target.source
         known = f"{plain(note)}. " if note else "not recorded here; look it up where the target comes from. "
+        target = f"{known}Target: {plain(hub_id(source) or source)}. "
+        if self.foreign is None:
+            return (
+                f"## Licence\n\nThe target's licence covers both models: {target}"
+                "The drafter was trained on the target's own output.\n"
+            )
+        _, note = licence_of(self.foreign.licence)
+        own = plain(note) if note else "not recorded here; look it up where the drafter comes from"
         return (
-            f"## Licence\n\nThe target's licence covers both models: {known}"
-            f"Target: {plain(hub_id(source) or source)}. The drafter was trained on the target's own output.\n"
+            f"## Licence\n\nThe target's licence: {target}The drafter, {plain(self.foreign.name)}, is a model with a licence of "
+            f"its own: {own}. edgespec did not train it.\n"
         )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec_runtime.engines.exactness import FAST
-from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, vocabulary_of, write_vocabulary
+from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, write_vocabulary
 from edgespec_runtime.pair.bundle import usual_mode
+from edgespec_runtime.text.same_tokens import check_same_ids, check_same_pieces, read_tokenizer, subset_of
 
 from edgespec.core import __version__
 from edgespec.core.errors import InputError
@@ -38,6 +39,7 @@ from edgespec.model_folder.config import GENERATION, read_generation_config, sto
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.recipe.devices import Profile
 from edgespec.recipe.schema import ExportOptions
+from edgespec.recipe.targets import FoundTarget
 from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec.stages.stage import versions
 from edgespec_export.bundle.card import Card, CardFile
@@ -77,14 +79,15 @@ def write_bundle(
     provenance: dict[str, Any],
     device: Profile | None = None,
     licence: str = "",
+    foreign: FoundTarget | None = None,
 ) -> dict[str, Any]:
     """Write the bundle `out` (whole or not at all); return the number of files and bytes.
 
     `prompts` are held-out chats (messages ending with the user's). `evaluation` and `verification` become evaluation.json and
     verify.json, `metrics` goes into the manifest; versions and edgespec's version are added to `provenance`; `licence` is the
-    note that came with the target, for the card. Exported files are copied (their blocks shared where the file system can).
-    Beside them lies what other engines need; a bundle for a `device` goes without the drafter's checkpoint. Raises
-    InputError where the two tokenizers differ or an exported file is missing.
+    note that came with the target, for the card; `foreign` the drafter where edgespec has not trained it. Exported files are
+    copied (their blocks shared where the file system can). Beside them lies what other engines need; a bundle for a `device` goes
+    without the drafter's checkpoint. Raises InputError where the two tokenizers differ or an exported file is missing.
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
     head = is_head(drafter_folder)
@@ -109,7 +112,9 @@ def write_bundle(
         write_json(folder / "verify.json", verification)
         names = {
             "target": (target_name, target_source),
-            "drafter": (f"{target_name}-drafter", "made by edgespec"),
+            "drafter": (foreign.name, foreign.source)
+            if foreign
+            else (f"{target_name}-drafter", "made by edgespec"),
         }
         models = {
             role: BundleModel(
@@ -162,7 +167,7 @@ def write_bundle(
             name = path.relative_to(export_folder).as_posix()
             rows.append(CardFile(name, sizes[path], streamed[one.role, one.key, fast]))
         card = folder / "README.md"
-        write_text(card, Card(manifest, rows, evaluation, verification, licence, subset).text())
+        write_text(card, Card(manifest, rows, evaluation, verification, licence, subset, foreign).text())
         entry = BundleFile(sha256_file(card), card.stat().st_size)
         manifest = replace(manifest, files={card.name: entry, **manifest.files})
         write_manifest(folder, manifest)
@@ -214,40 +219,25 @@ def _bits(export_folder: Path) -> dict[str, Any]:
 def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabulary | None:
     """A draft token must mean the same to both models. Returns the drafter's subset of the target's tokens (None: all of them).
 
-    Raises InputError saying what differs.
+    Tables of other sizes are no difference: rows without a token fill them up. Raises InputError saying what differs.
     """
-    subset = vocabulary_of(drafter_folder)
+    subset = subset_of(target_folder, drafter_folder)
     if is_head(drafter_folder):
         return subset  # it has the target's tokens by their ids, and no tokenizer
-    target, drafter = (
-        int(read_json(folder / "config.json")["vocab_size"]) for folder in (target_folder, drafter_folder)
-    )
+    folders = (target_folder, drafter_folder)
+    target, drafter = (shape_of_drafter(folder).vocab_size for folder in folders)
     if subset is not None and (subset.target_vocab_size, subset.rows) != (target, drafter):
         raise InputError(
             f"{drafter_folder / VOCABULARY} lists {len(subset.ids)} of {subset.target_vocab_size} tokens; the target has "
             f"{target} and the drafter {drafter} rows instead of {subset.rows}: make the drafter for this target"
         )
-    if subset is None and target != drafter:
-        raise InputError(
-            f"the vocabularies differ: target {target} tokens, drafter {drafter}; make the drafter for this target"
-        )
-    ours, theirs = (read_json(folder / "tokenizer.json") for folder in (target_folder, drafter_folder))
-    if own_file(target_folder) is not None and _tokens(ours) == _tokens(theirs):
-        return subset  # a GGUF file says what splits its text in other words than a tokenizer.json does
-    # not padding, truncation: they are calls' business
-    for part in ("model", "added_tokens", "normalizer", "pre_tokenizer"):
-        if ours.get(part) != theirs.get(part):
-            raise InputError(
-                f"the tokenizers of {target_folder} and {drafter_folder} differ in {part!r}; a drafter needs its target's "
-                "tokenizer: make the drafter for this target"
-            )
+    both, what = {folder: read_tokenizer(folder) for folder in folders}, "the target and the drafter"
+    check_same_ids(both, what)
+    if not any(
+        map(own_file, folders)
+    ):  # a GGUF file says what splits its text in other words than a tokenizer.json does
+        check_same_pieces(both, what)
     return subset
-
-
-def _tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """{text: id} of all tokens."""
-    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
-    return {**tokenizer["model"]["vocab"], **added}
 
 
 def _table(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from edgespec.core.manifest import ROLES, BundleFile, BundleModel, Manifest
+from edgespec.recipe.targets import FoundTarget
 
 EVIL = (
     "x\n---\nlicense: mit\n# <script>alert(1)</script> [a](javascript:b) ![i](http://e/t.png) | `rm -rf` *b*"
@@ -261,3 +263,15 @@ def test_licences_and_hub_ids() -> None:
     unknown = replace(CARD, licence="").text()
     assert "not recorded here" in unknown
     assert "license" not in front_matter(unknown)[0]
+
+
+def test_a_drafter_that_edgespec_has_not_trained() -> None:
+    known = replace(CARD, foreign=FoundTarget("Small_0.5B", Path("/models"), "local folder", "apache-2.0"))
+    text = known.text().split("## Licence\n\n")[1]
+    assert "The drafter, Small\\_0.5B, is a model with a licence of its own: apache-2.0." in text
+    assert "edgespec did not train it" in text
+    assert "covers both" not in text
+    assert "own output" not in text
+    unknown = replace(CARD, foreign=FoundTarget("small", Path("/models"), "local folder", ""))
+    assert "of its own: not recorded here; look it up where the drafter comes from." in unknown.text()
+    assert "The drafter was trained on the target's own output." in CARD.text()
