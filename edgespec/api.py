@@ -32,8 +32,8 @@ def load(bundle: str | Path, *, engine: str = "", precision: str = "", **options
     Args:
         bundle: the folder, as `build` and `export` return it, or the name of a ready pair (smollm2-135m-instruct).
         engine, precision: one of those in the bundle; the bundle's default where ''.
-        options: `context` (tokens; where absent that of the device the bundle was made for, else the model's), `threads`, `mode`
-            (exact or fast), `flash_attention`.
+        options: `context` (tokens; where absent that of the device the bundle was made for, else the model's up to 8192),
+            `threads`, `mode` (exact or fast), `flash_attention`.
 
     Raises BundleError where the bundle is incomplete, altered or harmful, InputError for an unknown option, engine or
     precision, MissingExtra where the engine's package is not installed.

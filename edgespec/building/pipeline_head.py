@@ -166,7 +166,7 @@ class HeadBuild(Build):
             lambda place: evaluate_files(
                 place,
                 target,
-                lambda: open_first_pair(self.out / "export", target, drafter, recipe.export),
+                lambda longest: open_first_pair(self.out / "export", target, drafter, recipe.export, longest),
                 recipe.evaluate,
                 recipe.seed,
                 c,

@@ -15,7 +15,7 @@ from edgespec_runtime.engines.cached_engine import CachedEngine, common_length
 
 from edgespec.core.shapes import ModelShape
 from edgespec_export.answers.quality import Answers, Counts, Gaps, Sample, answers_of, count
-from edgespec_export.answers.replies import Questions, Reply, reply_of, written_by
+from edgespec_export.answers.replies import REPLY_TOKENS, Questions, Reply, reply_of, written_by
 
 BLOCK = 4  # tokens of a pass, as where three draft tokens are verified
 # of float32 logits: 5,461 positions of a vocabulary of 49,152 tokens, 1,024 of one of 262,144
@@ -36,6 +36,13 @@ class HeldOut:
         self.most = MOST_BYTES // (np.dtype(np.float32).itemsize * shape.vocab_size)
         self.replies: list[Reply] = []
         self.logits: list[Array] = []
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that is read or written for the replies; a longer one is left out."""
+        asked, written = self.questions.prompts, self.questions.written
+        lengths = [len(prompt) + REPLY_TOKENS for prompt in asked] + [reply.length for reply in written]
+        return min(max(lengths, default=0), self.context)
 
     def adopt(self, replies: Sequence[Reply], read: Read) -> None:
         """Take what the model wrote, as far as it fits, and read it with the model."""

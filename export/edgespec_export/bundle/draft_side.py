@@ -129,7 +129,8 @@ def speed_of(
 ) -> tuple[float, float, float]:
     """(seconds of a drafter step, tokens a second plainly, and at the best γ as α promises); `fast`: the target's fast mode."""
     with ExitStack() as opened:
-        models = open_models(target, drafter, parameters, subset, opened, fast=fast)
+        longest = max(how.contexts) + LONGEST
+        models = open_models(target, drafter, parameters, subset, opened, longest=longest, fast=fast)
         costs = calibrate(*models, how, LONGEST)
     at = costs.at(costs.contexts[0])
     return costs.draft(at.context), at.plain_rate, at.token_rate(alpha)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.engines.engine import Engine
+from edgespec_runtime.engines.engine import Engine, context_for
 from edgespec_runtime.engines.llamacpp import is_available
 from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, vocabulary_of
 from edgespec_runtime.heads.feature_engine import FeatureEngine
@@ -128,34 +128,38 @@ def open_models(
     subset: Vocabulary | None,
     opened: ExitStack,
     *,
+    longest: int,
     fast: bool = False,
 ) -> tuple[CachedEngine, CachedEngine]:
     """Both files of a pair; `opened` closes each engine that is open. See `acceptance_by_cause`.
 
-    `fast`: the target in its fast mode.
+    `longest`: tokens of the longest text. `fast`: the target in its fast mode.
     """
-    whole = open_file(target, parameters["target"], None, features=drafter.is_head, fast=fast)
+    context = context_for(longest)
+    whole = open_file(target, parameters["target"], None, context, features=drafter.is_head, fast=fast)
     first = CachedEngine(opened.enter_context(closing(whole)))
     second: Engine
     if drafter.is_head:
         assert subset is not None
         second = FeatureEngine(FeatureHead(drafter.path, first.engine.context_length), subset, first)
     else:
-        second = open_file(drafter, parameters["drafter"], subset)
+        second = open_file(drafter, parameters["drafter"], subset, context)
     return first, CachedEngine(opened.enter_context(closing(second)))
 
 
 def open_first_pair(
-    folder: Path, target_folder: Path, drafter_folder: Path, options: ExportOptions
+    folder: Path, target_folder: Path, drafter_folder: Path, options: ExportOptions, longest: int
 ) -> tuple[CachedEngine, CachedEngine]:
-    """The first pair of an export whose drafter is a head, on its engine, in fast mode; for the caller to close."""
+    """The first pair of an export whose drafter is a head, on its engine, in fast mode; for the caller to close.
+
+    `longest`: tokens of the longest text.
+    """
     files = exported_files(folder, options, own_file(target_folder), head=True)
     target, drafter = files[0], next(file for file in files if file.is_head)
     size = ModelShape.from_config(read_json(target_folder / "config.json")).parameters
     with ExitStack() as opened:
-        pair = open_models(
-            target, drafter, {"target": size}, vocabulary_of(drafter_folder), opened, fast=True
-        )
+        subset = vocabulary_of(drafter_folder)
+        pair = open_models(target, drafter, {"target": size}, subset, opened, longest=longest, fast=True)
         opened.pop_all()
     return pair
 
@@ -164,6 +168,7 @@ def open_file(
     file: ExportedFile,
     parameters: int,
     subset: Vocabulary | None,
+    context: int,
     *,
     features: bool = False,
     fast: bool = False,
@@ -171,7 +176,7 @@ def open_file(
     """A file as the runtime's exact mode opens it, or its `fast` one."""
     graph, attention = kernels(file.engine, file.role, file.fast_graph, None, fast=fast)
     threads = 1 if parameters < SMALL else None
-    engine = load_engine(file.engine, file.path, None, threads, attention, graph, features)
+    engine = load_engine(file.engine, file.path, context, threads, attention, graph, features)
     return engine if subset is None or file.role == "target" else SubsetEngine(engine, subset)
 
 
@@ -188,6 +193,7 @@ def acceptance_by_cause(
     prompts = [list(prompt) for prompt in trials.prompts if prompt]
     if not prompts:
         return runs
+    longest = max(map(len, prompts)) + trials.max_new_tokens + trials.draft_length + 1
     with progress("acceptance", len(pairs), "pairs") as bar:
         # what each engine's first pair wrote, for as many prompts as it did in time
         texts: dict[str, Texts] = {}
@@ -196,7 +202,7 @@ def acceptance_by_cause(
             bar.set_postfix_str(f"{engine} {precision}: {cause}")
             with ExitStack() as opened:
                 files_of = at[engine, "target", target], at[engine, "drafter", drafter]
-                models = open_models(*files_of, parameters, subset, opened)
+                models = open_models(*files_of, parameters, subset, opened, longest=longest)
                 limit = min(model.engine.context_length for model in models)
                 fitting = [prompt for prompt in prompts if len(prompt) < limit]
                 done, wrote = _run_pair(models, fitting, trials, texts.get(engine))

@@ -155,22 +155,17 @@ def passages_of(prompts: Sequence[list[int]], shape: ModelShape) -> list[Passage
     return found
 
 
-def context_for(shape: ModelShape) -> int | None:
-    """A context with room for all passages, where the model's own may be far longer than needed; None: the model's own."""
-    return None if shape.rope_border is None else min(shape.rope_border + BLOCK, shape.context_length)
-
-
 def has_engine(file: ExportedFile) -> bool:
     """Whether the engine that runs a file is installed here."""
     return file.engine != "llama.cpp" or is_available()
 
 
-def opener(file: ExportedFile, threads: int | None, context: int | None) -> Callable[[], Engine] | None:
-    """What opens a file in its exact mode; None where its engine is not installed. `context`: None for the model's own."""
+def opener(file: ExportedFile, threads: int | None, context: int) -> Callable[[], Engine] | None:
+    """What opens a file in its exact mode; None where its engine is not installed."""
     return (lambda: load_engine(file.engine, file.path, context, threads)) if has_engine(file) else None
 
 
-def fast_opener(file: ExportedFile, threads: int | None, context: int | None) -> Callable[[], Engine] | None:
+def fast_opener(file: ExportedFile, threads: int | None, context: int) -> Callable[[], Engine] | None:
     """The engine in the file's fast mode; None where it has none."""
     if file.engine == "onnxruntime" and (graph := file.fast_graph) is not None:
         return lambda: load_engine(file.engine, file.path, context, threads, graph=graph)

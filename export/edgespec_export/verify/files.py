@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from edgespec_runtime.engines.cached_engine import CachedEngine
+from edgespec_runtime.engines.engine import context_for
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.errors import BundleError
@@ -27,12 +28,12 @@ from edgespec_export.answers.verdict import BOUNDS as VERDICTS
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause, as_json
 from edgespec_export.verify.file_check import (
+    BLOCK,
     BOUNDS,
     SMALL,
     FastCheck,
     FileCheck,
     compare_engine,
-    context_for,
     fast_opener,
     judge,
     measure,
@@ -75,6 +76,12 @@ class Standard:
         self.passages = passages_of(prompts, shape)
         self.logits: list[Array] | None = None
         self.held: HeldOut | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that a file reads or writes."""
+        texts = [len(passage.tokens) for passage in self.passages]
+        return max(texts + ([] if self.held is None else [self.held.longest]), default=0)
 
     def ordered(self, files: Iterable[ExportedFile]) -> list[ExportedFile]:
         """The files in the order in which they are checked."""
@@ -151,7 +158,7 @@ def check_file(file: ExportedFile, standard: Standard) -> FileCheck:
     check = FileCheck(file.role, file.engine, file.precision, checked_with=file.engine, stored=file.held)
     shape, passages = standard.shape, standard.passages
     own = standard.read(check, file)
-    threads, context = 1 if shape.parameters < SMALL else None, context_for(shape)
+    threads, context = 1 if shape.parameters < SMALL else None, context_for(standard.longest + BLOCK)
     open_engine = opener(file, threads, context)
     if open_engine is None:
         check.checked_with, seen = standard.without_engine, own

@@ -19,6 +19,7 @@ from edgespec_runtime.rules.table import LOSSLESS
 
 from edgespec.core.metrics import RawCounts
 from edgespec.core.progress import progress
+from edgespec.model_folder.check import shape_in
 from edgespec.recipe.sampling import SAMPLINGS, Sampling
 from edgespec.recipe.schema import EvaluateOptions
 from edgespec_recipes.evaluation.evaluation import finish, finished_part, first_prompts, held_out_prompts
@@ -32,20 +33,24 @@ DRAFTER = "distilled"
 def evaluate_files(
     out: Path,
     target_folder: Path,
-    open_pair: Callable[[], Pair],
+    open_pair: Callable[[int], Pair],
     options: EvaluateOptions,
     seed: int,
     cost_ratio: float,
 ) -> dict[str, Any]:
     """Write `out`/evaluation.json as `evaluation.evaluate` does; finished settings in `out`/settings are not computed again.
 
-    `open_pair`: opens target and drafter; they are closed here. `cost_ratio` is c for MBSU. Raises InputError: too few prompts.
+    `open_pair`: opens target and drafter for texts of so many tokens; they are closed here. `cost_ratio` is c for MBSU. Raises
+    InputError: too few prompts.
     """
     tokenizer = load_tokenizer(target_folder)
     stops = frozenset(stop_ids_of(target_folder, tokenizer))
-    target, draft = open_pair()
+    context = shape_in(target_folder / "config.json").context_length
+    prompts = first_prompts(out, held_out_prompts(tokenizer, options, context))
+    target, draft = open_pair(
+        max(map(len, prompts)) + options.max_new_tokens + max(options.draft_lengths) + 1
+    )
     try:
-        prompts = first_prompts(out, held_out_prompts(tokenizer, options, target.engine.context_length))
         settings = []
         with progress("evaluate on held-out prompts", len(SAMPLINGS) * len(prompts), "prompts") as bar:
             for sampling in SAMPLINGS:

@@ -69,7 +69,7 @@ def check_source(target_folder: Path, inference: InferenceOptions, top_k: int = 
         if top_k:
             server.check_distributions(top_k)
     else:
-        FileTarget(inference, target_folder).close()
+        FileTarget(inference, target_folder, 1).close()
 
 
 def check_gives_states(inference: InferenceOptions) -> None:

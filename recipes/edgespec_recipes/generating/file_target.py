@@ -16,6 +16,7 @@ import torch
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.engines.cached_engine import CachedEngine
+from edgespec_runtime.engines.engine import context_for
 from edgespec_runtime.pair.bundle import load_engine
 from edgespec_runtime.rules.table import LOSSLESS
 from edgespec_runtime.untrusted.genai_settings import SETTINGS
@@ -85,12 +86,14 @@ def check_vocabulary(engine: Any, path: Path, target_folder: Path) -> None:
 class FileTarget:
     """The target's file on its engine, held against the target's folder (config.json and tokenizer; no weights are read).
 
+    `longest`: tokens of the longest text, None where that is not known; the context has room for it unless `how` names one.
     Raises InputError: no such file, another vocabulary than the target's; BundleError for a file the engine refuses.
     """
 
-    def __init__(self, how: InferenceOptions, target_folder: Path) -> None:
+    def __init__(self, how: InferenceOptions, target_folder: Path, longest: int | None = None) -> None:
         engine, path = locate(how)
-        self.engine = CachedEngine(load_engine(engine, path, how.context, how.threads))
+        context = how.context or (None if longest is None else context_for(longest))
+        self.engine = CachedEngine(load_engine(engine, path, context, how.threads))
         self.context_length = self.engine.engine.context_length
         self.vocab_size, self.folder = self.engine.engine.vocab_size, target_folder
         self.precision = Precision(path.name, f"the target is {path} on {engine}")

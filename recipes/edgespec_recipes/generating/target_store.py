@@ -136,9 +136,10 @@ class _TorchTarget:
             yield from np.split(_records(self.model, self.precision, batch, top_k), ends[:-1])
 
 
-def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -> Distributions:
+def _open_target(folder: Path, inference: InferenceOptions, model: Any | None, longest: int) -> Distributions:
+    """`longest`: tokens of a row."""
     if inference.source == "file":
-        return FileTarget(inference, folder)
+        return FileTarget(inference, folder, longest)
     if inference.source == "server":
         return ServerTarget(inference, folder, load_tokenizer(folder))
     device = processes.device()
@@ -211,7 +212,9 @@ def store_targets(
     precision = choose_precision(processes.device()) if inference.source == "torch" else None
     start, tokens, context = time.monotonic(), 0, len(rows[0]["input_ids"])
     if missing:  # else the target is not even loaded
-        target = _written_target(written, rows, made_for) or _open_target(target_folder, inference, model)
+        target = _written_target(written, rows, made_for) or _open_target(
+            target_folder, inference, model, context
+        )
         precision = target.precision
         done = sum(len(parts[number]) for number in mine if number not in missing)
         own_rows = sum(len(parts[number]) for number in mine)

@@ -309,7 +309,7 @@ def run(given: dict[str, Any]) -> int:
             rows = asked.by_category(runs, summaries)
             _print_suite(options, summaries, asked, rows, seconds)
         if asked.too_long or asked.turns_left_out:
-            ways = ["a longer --context"] * (pair.target.engine.context_length == options.context)
+            ways = ["a longer --context"] * (pair.target.engine.context_length == options.most_tokens)
             ways += ["a smaller --max-new-tokens"] * bool(options.suite and options.when_full != SHIFT)
             more = f"; {' or '.join(ways)} leaves more room" if ways else ""
             print(

@@ -34,7 +34,7 @@ class CalibrateOptions:
 
     seconds: float = knob(20.0, "time to spend on measuring, about", at_least=0.0)
     contexts: tuple[int, ...] = knob(
-        (32, 256, 1024), "context lengths to measure at, in tokens, as far as the models go", at_least=1
+        (32, 256, 1024), "context lengths to measure at, in tokens, as far as the context goes", at_least=1
     )
 
 

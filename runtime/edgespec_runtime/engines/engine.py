@@ -16,6 +16,7 @@ from edgespec.core.free_space import processor_limit
 Logits = NDArray[np.float32]
 Features = NDArray[np.float32]
 """[n, H]: a target's last hidden states behind the final norm, which a feature drafter reads."""
+LEAST_CONTEXT = 2048
 
 
 class Cache(Protocol):
@@ -60,6 +61,14 @@ def check_rewind(engine: Cache, n_past: int) -> None:
     """Raise ValueError (a bug of the caller) where the cache does not hold `n_past` tokens."""
     if not 0 <= n_past <= engine.n_past:
         raise ValueError(f"{engine.name}: cannot rewind to {n_past}; the cache holds {engine.n_past} tokens")
+
+
+def context_for(longest: int) -> int:
+    """A context with room for texts of so many tokens, which an engine cuts to its model's own.
+
+    llama.cpp takes memory for the whole context at once, and a model's own may be far longer than any text.
+    """
+    return max(LEAST_CONTEXT, longest)
 
 
 def default_threads() -> int:

@@ -31,6 +31,9 @@ WIDENED = frozenset({"fp16", "int8"})  # small in the file, float32 in memory (i
 # with 5M (int4): benchmarks/session_threads.py. Larger drafters were not measured.
 ONE_THREAD_BELOW = {"target": 1_000_000, "drafter": 10_000_000}
 
+# llama.cpp takes the memory of the whole context at once: 16 GiB for the 131,072 tokens of an 8B model, 1 GiB for these
+USUAL_CONTEXT = 8192
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -40,7 +43,11 @@ class LoadOptions:
     precision: str = knob(
         "", "precision of both models: {names} (default: the bundle's)", names=precision_names
     )
-    context: int | None = knob(None, "length of the context in tokens (default: the model's)", at_least=2)
+    context: int | None = knob(
+        None,
+        f"length of the context in tokens (default: the bundle's device's, else the model's up to {USUAL_CONTEXT})",
+        at_least=2,
+    )
     threads: int | None = knob(None, "compute threads (default: all processors)", at_least=1)
     flash_attention: bool | None = knob(
         None,
@@ -53,6 +60,11 @@ class LoadOptions:
         "(default: exact, or fast where exact kernels slow plain decoding)",
         choices=("", *MODES),
     )
+
+    @property
+    def most_tokens(self) -> int:
+        """The length of the context, where the model's own is not shorter."""
+        return self.context or USUAL_CONTEXT
 
 
 @dataclass
@@ -90,6 +102,12 @@ class Pair:
     def models(self) -> list[CachedEngine]:
         """The target, and the drafter where it is loaded."""
         return [self.target] if self.draft is None else [self.target, self.draft]
+
+    def about_context(self) -> str:
+        """That the context is shorter than the model's own, in words; '' where it is not."""
+        here, own = self.target.engine.context_length, self.manifest.target.shape.get("context_length")
+        shorter = type(own) is int and here < own
+        return f"texts of {here} tokens at most; the model knows {own} (--context)" if shorter else ""
 
     def close(self) -> None:
         """Free both models."""
@@ -182,7 +200,7 @@ def load_model(
         )
     graph, flash_attention = kernels(engine, role, fast_graph, options.flash_attention, fast=fast)
     features = role == "target" and manifest.drafter.kind == HEAD
-    return load_engine(engine, path, options.context, threads, flash_attention, graph, features)
+    return load_engine(engine, path, options.most_tokens, threads, flash_attention, graph, features)
 
 
 def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:

@@ -144,7 +144,7 @@ class Answers:
         for number, ids in enumerate(encoded, 1):
             if len(ids) >= self._limit:
                 longer = " or load the bundle with a longer --context" * (
-                    self._options.context == self._limit
+                    self._options.most_tokens == self._limit
                 )
                 raise InputError(
                     f"prompt {number} has {len(ids)} tokens and the shorter context of both models holds {self._limit}; "

@@ -62,7 +62,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[ExportedFile]:
 @pytest.fixture
 def floats(files: list[ExportedFile]) -> Iterator[tuple[CachedEngine, CachedEngine]]:
     """The fp32 files of target and drafter, opened."""
-    engines = [open_file(file, PARAMETERS[file.role], None) for file in files if file.precision == "fp32"]
+    engines = [open_file(file, PARAMETERS[file.role], None, 64) for file in files if file.precision == "fp32"]
     yield CachedEngine(engines[0]), CachedEngine(engines[1])
     for engine in engines:
         engine.close()
@@ -218,7 +218,9 @@ def test_a_pair_that_does_not_open_leaves_nothing_open(
         OnnxRuntimeEngine, "close", lambda engine: (closed.append(engine.name), close(engine))
     )
     with pytest.raises(BundleError):
-        open_first_pair(root / "export", root / "target", tmp_path, ExportOptions(onnx=("fp32",), gguf=()))
+        open_first_pair(
+            root / "export", root / "target", tmp_path, ExportOptions(onnx=("fp32",), gguf=()), 64
+        )
     assert closed == ["onnxruntime onnx-fp32"]
 
 

@@ -150,6 +150,18 @@ def test_distillation_never_opens_the_targets_weights(
 
 
 @pytest.mark.llamacpp
+def test_a_context_for_the_texts_and_not_the_models_own(tmp_path: Path) -> None:
+    """Unless one is asked for: llama.cpp takes memory for all of it."""
+    model = make_model_folder(tmp_path / "model", context=100_000)
+    export_gguf(model, tmp_path / "f32.gguf", "f32")
+    how = of_file(tmp_path, "f32.gguf")
+    for longest, asked, seen in ((64, None, 2048), (3000, None, 3000), (64, 512, 512)):
+        target = FileTarget(replace(how, context=asked), model, longest)
+        assert target.context_length == seen
+        target.close()
+
+
+@pytest.mark.llamacpp
 def test_files_of_others_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"'nowhere' is no bundle, no folder with a genai_config.json and no .gguf file"

@@ -1,8 +1,9 @@
-"""A pair that cannot be opened whole leaves no model open."""
+"""How a pair is opened: its context, and that one which cannot be opened whole leaves no model open."""
 
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,13 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be(
     with pytest.raises(BundleError):
         open_pair(copy, LoadOptions(threads=1))
     assert len(closed) == opened
+
+
+def test_the_context_is_the_models_own_up_to_a_bound(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a longer one is taken where it is asked for."""
+    monkeypatch.setattr("edgespec_runtime.pair.bundle.USUAL_CONTEXT", 64)
+    words = "texts of 64 tokens at most; the model knows 256 (--context)"
+    for asked, seen, said in ((None, 64, words), (256, 256, ""), (1000, 256, "")):
+        with closing(open_pair(bundle, LoadOptions(context=asked))) as pair:
+            assert [model.engine.context_length for model in pair.models] == [seen, seen]
+            assert pair.about_context() == said
