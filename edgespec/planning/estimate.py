@@ -17,10 +17,11 @@ from edgespec.planning import costs
 from edgespec.planning.export_costs import (
     building_bytes,
     files_bytes,
+    files_of,
     largest_passing,
     rounding_bytes,
-    verifying_bytes,
 )
+from edgespec.planning.verify_memory import verifying_bytes
 from edgespec.recipe.amounts import own_instructions, own_prompts, read_tokens
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import SAMPLINGS
@@ -370,10 +371,11 @@ def estimate(
     export, files = recipe.export, files_bytes(recipe.export, (target, drafter), own)
     building, passing = building_bytes(export, target, alike=alike), largest_passing(export, target, own)
     checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)
+    read_back = export.verify_prompts, export.answer_replies
     return [
         *stages,
         _evaluate(recipe, target, drafter),
         StageCost("export", 0, 0.0, building, files, passing),
-        StageCost("verify", 0, 0.0, verifying_bytes(export, target, PROMPT_TOKENS), 0),
+        StageCost("verify", 0, 0.0, verifying_bytes(target, files_of(export), *read_back, alike=alike), 0),
         StageCost("pack", 0, 0.0, 0, files + checkpoint),  # the bundle's copies
     ]

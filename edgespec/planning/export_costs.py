@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
-from edgespec.planning.devices_fit import FLOATS, LOADED, STATIC_GRAPHS, floats_bytes
+from edgespec.planning.devices_fit import LOADED, STATIC_GRAPHS
 from edgespec.recipe.devices import FORMAT_OF, LLAMACPP, ONNXRUNTIME, STATIC
 from edgespec.recipe.precisions import MIXED, PRECISIONS, beside_own
 from edgespec.recipe.schema import ExportOptions
@@ -79,18 +79,6 @@ def building_bytes(export: ExportOptions, target: ModelShape, *, alike: bool) ->
         costs.weight_bytes(target) if chosen or export.npu else 0,
         _opened_bytes(target, floats),
     )
-
-
-def verifying_bytes(export: ExportOptions, target: ModelShape, prompt: int) -> int:
-    """Memory to verify the target's files on prompts of `prompt` tokens.
-
-    The float model and one file's weights as floats, or as ONNX files and static graphs take them to run; with the logits of both
-    in torch and of the file in its engine, and three times those of the one prompt that the file reads in other passes.
-    """
-    weights, static = costs.weight_bytes(target), _opened_bytes(target, export.npu)
-    logits = costs.FLOAT * target.vocab_size * prompt * (3 * export.verify_prompts + 3)
-    floats = (floats_bytes(target, name) for name in export.onnx if name in FLOATS)
-    return weights + max(weights, static, *floats) + logits
 
 
 def rounding_bytes(target: ModelShape, precision: str, *, alike: bool) -> tuple[int, int]:

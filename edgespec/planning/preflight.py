@@ -7,7 +7,7 @@ and tokens, so `--force` goes on all the same. Arithmetic, and questions to the 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,7 +139,8 @@ def _memory_cures(stage: str) -> tuple[str, ...]:
     }
     smaller = [f"a smaller --{batches[stage]}"] if stage in batches else []
     narrower = [] if stage in WITHOUT_WRITER else ["--inference.dtype bfloat16"]
-    return (*smaller, *narrower, "a larger machine")
+    fewer = ["fewer precisions"] if stage in ("export", "verify") else []
+    return (*smaller, *narrower, *fewer, "a larger machine")
 
 
 def find_shortages(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
@@ -234,6 +235,12 @@ def told(found: Sequence[Shortage]) -> str:
     """Every shortage and what to do about it."""
     cures = dict.fromkeys(cure for shortage in found for cure in shortage.cures)
     return f"{'; '.join(map(str, found))}. Try {', '.join(cures)}"
+
+
+def check_memory(needed: Mapping[str, int], place: Path) -> None:
+    """Refuse stages that take more bytes of memory than are free here. Raises InputError with both numbers."""
+    stages = [StageCost(stage, 0, 0.0, memory, 0) for stage, memory in needed.items()]
+    refuse(shortages(stages, room_here(place), place))
 
 
 def refuse(found: Sequence[Shortage]) -> None:

@@ -25,7 +25,9 @@ from edgespec.core.table import byte_size
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.model_folder.licence import licence_in
 from edgespec.planning import costs
-from edgespec.planning.export_costs import files_bytes, passing_bytes
+from edgespec.planning.export_costs import building_bytes, files_bytes, files_of, passing_bytes
+from edgespec.planning.preflight import check_memory
+from edgespec.planning.verify_memory import verifying_bytes
 from edgespec.recipe.devices import FORMATS, profile
 from edgespec.recipe.precisions import MIXED, PRECISIONS, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
@@ -63,6 +65,7 @@ class Options:
     prompts_file: str = with_default(EvaluateOptions, "prompts_file", "")
     verify_prompts: int = with_default(ExportOptions, "verify_prompts", ExportOptions().verify_prompts)
     bundle_prompts: int = with_default(ExportOptions, "bundle_prompts", ExportOptions().bundle_prompts)
+    force: bool = knob(False, "start although the estimate says that memory will not suffice")
     json: str = json_knob()
 
 
@@ -91,6 +94,7 @@ class Export(ExportStages):
     """The last three stages of a build, on models that are there."""
 
     source: Source = field(kw_only=True)
+    force: bool = field(default=False, kw_only=True)
     fit_flags = ("--context", "--precisions")
     disk_cure: str = "choose fewer --precisions"
 
@@ -117,6 +121,8 @@ class Export(ExportStages):
                 own=size,
                 passing=self._passing(target, drafter),
             )
+        if not self.force:
+            check_memory(self._memory(target), self.out)
         self._export(source.target, source.drafter)
         found = {"name": source.name, "source": source.source, "licence": source.licence}
         return self._pack(source.target, source.drafter, found, source.foreign)
@@ -132,6 +138,18 @@ class Export(ExportStages):
             files = [file for file in files if (file.role, file.engine) != ("target", "llama.cpp")]
         left = [file for file in files if not file.is_head and not file.path.exists()]
         return max((passing_bytes(by_role[file.role], file.engine, file.held) for file in left), default=0)
+
+    def _memory(self, target: ModelShape) -> dict[str, int]:
+        """Bytes that the stages need which are not done."""
+        from edgespec_export.onnx.by_layers import are_alike
+
+        export, alike = self.recipe.export, are_alike(self.source.target)
+        counts = export.verify_prompts, export.answer_replies
+        needed = {
+            "export": building_bytes(export, target, alike=alike),
+            "verify": verifying_bytes(target, files_of(export), *counts, alike=alike),
+        }
+        return {stage: each for stage, each in needed.items() if not (self.out / stage / STAGE_FILE).exists()}
 
     def _responses(self) -> Path:
         return self.source.responses or super()._responses()
@@ -306,7 +324,7 @@ def run(given: dict[str, Any]) -> int:
     with held(out, command):
         claim(out, replace(recipe, target=str(source.target)))
         write_text(out / "command.txt", command + "\n")
-        export = Export(recipe, out, source=source)
+        export = Export(recipe, out, source=source, force=options.force)
         export.run()
         write_result(options.json, export.summary())
         next_step("edgespec", "chat", out / "bundle")

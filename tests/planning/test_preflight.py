@@ -100,7 +100,8 @@ def test_refusal_names_every_shortage_and_the_way_on() -> None:
         *((name, ("a smaller --generate.batch-size", BF16, LARGER)) for name in ("generate", "self-text")),
         ("evaluate", ("a smaller --evaluate.batch-size", BF16, LARGER)),
         *((name, (BF16, LARGER)) for name in ("store", "states", "read")),
-        *((name, (LARGER,)) for name in ("target tiny-chat, once", "rounded-target", "export")),
+        *((name, (LARGER,)) for name in ("target tiny-chat, once", "rounded-target")),
+        *((name, ("fewer precisions", LARGER)) for name in ("export", "verify")),
     ],
 )
 def test_a_stage_without_memory_names_its_own_cures(stage: str, cures: tuple[str, ...]) -> None:

@@ -307,3 +307,24 @@ def test_a_build_of_what_is_refused_now_is_exported(
     source = export_verb.find_source(options)
     assert source.target == (tmp_path / "tune" / "model" if tuned else models[0])
     assert export_verb.export_recipe(options, source).export.onnx == ("int4",)
+
+
+def test_too_little_memory_is_said_before_a_file_is_written(
+    models: tuple[Path, Path],
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Both numbers, and what helps; --force goes on."""
+    monkeypatch.setattr("edgespec.planning.preflight.free_memory", lambda: 300 * 2**20)
+    asked = command(models, prompts, tmp_path / "out", "--precisions", "q8_0")
+    assert main(asked) == 2
+    error = capsys.readouterr().err
+    assert "export needs 4" in error
+    assert "verify needs 4" in error
+    assert "of memory and 300 MiB are free on this machine" in error
+    assert "Try fewer precisions, a larger machine" in error
+    assert not (tmp_path / "out" / "export").exists()
+    assert main([*asked, "--force"]) == 0
+    assert main(asked) == 0  # nothing is left to do that takes memory

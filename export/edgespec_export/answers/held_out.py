@@ -7,7 +7,7 @@ replies beyond `MOST_BYTES` are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ MOST_BYTES = 2**30
 SAMPLES = 3  # greedy replies that are shown beside the model's
 
 Array = np.ndarray[Any, Any]
-Read = Callable[[Reply], Array]
-"""Logits [n, V] float32 before each of a reply's n tokens."""
+Read = Callable[[Sequence[Reply]], Iterable[Array]]
+"""Of every reply the logits [n, V] float32 before each of its n tokens."""
 
 
 class HeldOut:
@@ -55,13 +55,14 @@ class HeldOut:
             if places > self.most:
                 break
             self.replies.append(reply)
-            self.logits.append(read(reply))
+        self.logits = list(read(self.replies))
 
-    def adopt_from(self, model: CachedEngine) -> None:
-        """As `adopt`, with a file that stands for the model."""
+    def adopt_from(self, model: CachedEngine, read: Read | None = None) -> None:
+        """As `adopt`, with the replies of a file, which stands for the model where nothing else can `read` them."""
         room = self._room(model)
         written = self.questions.written or written_by(model, self.questions, room)
-        self.adopt([reply for reply in written if reply.length <= room], lambda reply: rows_of(model, reply))
+        fitting = [reply for reply in written if reply.length <= room]
+        self.adopt(fitting, read or (lambda replies: (rows_of(model, reply) for reply in replies)))
 
     def answers(self, model: CachedEngine, *, samples: bool) -> Answers | None:
         """What a file answers beside the model; None where it has room for no reply. `samples`: and let it write some itself."""

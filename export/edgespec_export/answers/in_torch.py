@@ -20,14 +20,14 @@ def adopt_from_torch(held: HeldOut, model: Any) -> None:
     """The model writes replies, unless there are some, and reads them."""
     written = held.questions.written or written_in_torch(model, held.questions, held.context)
 
-    def read(reply: Reply) -> Array:
+    def rows_of(reply: Reply) -> Array:
         text = torch.tensor([[*reply.prompt, *reply.tokens[:-1]]])
         with torch.inference_mode():
             output = model(text, use_cache=False, logits_to_keep=len(reply.tokens))
         rows: Array = output.logits[0].float().numpy()
         return rows
 
-    held.adopt(written, read)
+    held.adopt(written, lambda replies: map(rows_of, replies))
 
 
 def written_in_torch(model: Any, questions: Questions, context: int) -> list[Reply]:

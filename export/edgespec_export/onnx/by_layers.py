@@ -41,10 +41,8 @@ def export_int4(
 
     Takes, returns and raises what `export_onnx` does.
     """
-    config = read_config(model_folder)
-    alike = family_named(str(config.get("model_type", ""))).alike_layers
-    alike = alike and len(layer_kinds(model_folder)) <= 1
-    if alike and BUILDER * ModelShape.from_config(config).parameters > WHOLE:
+    large = BUILDER * ModelShape.from_config(read_config(model_folder)).parameters > WHOLE
+    if large and are_alike(model_folder):
         return export_by_layers(model_folder, out_folder, hidden_states=hidden_states, log=log)
     return export_onnx(model_folder, out_folder, PRECISION, hidden_states=hidden_states, log=log)
 
@@ -56,6 +54,12 @@ def layer_kinds(model_folder: Path) -> set[str]:
 
     config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False, local_files_only=True)
     return set(getattr(config, "layer_types", None) or ())
+
+
+def are_alike(model_folder: Path) -> bool:
+    """Whether a layer of the model needs only the layer before, and all attend in one way."""
+    family = family_named(str(read_config(model_folder).get("model_type", "")))
+    return family.alike_layers and len(layer_kinds(model_folder)) <= 1
 
 
 def check_alike(model_folder: Path, reader: str) -> None:

@@ -18,8 +18,10 @@ from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob, with_default
 from edgespec.core.output import json_knob, write_result
 from edgespec.core.texts import draws, harmless
-from edgespec.model_folder.check import check_model
+from edgespec.model_folder.check import check_model, shape_in
 from edgespec.model_folder.head import is_head, shape_of_drafter
+from edgespec.planning.preflight import check_memory
+from edgespec.planning.verify_memory import verifying_bytes
 from edgespec.recipe.devices import ENGINES
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.stage import STAGE_FILE
@@ -52,6 +54,7 @@ class Options:
         60.0, "time for one exported pair; fewer prompts are decoded where it does not suffice", at_least=0.0
     )
     seed: int = knob(0, "seed of its sampling", at_least=0)
+    force: bool = knob(False, "start although the estimate says that memory will not suffice")
     json: str = json_knob()
 
 
@@ -122,6 +125,8 @@ def verify_bundle(options: Options) -> dict[str, Any]:
     manifest = open_manifest(Path(options.bundle))
     assert manifest.folder is not None
     files, skipped = files_of(manifest)
+    if folders is not None and not options.force:
+        _check_memory(options, folders["target"], files)
     chats = read_chats(Path(options.prompts)) if options.prompts else bundled_chats(manifest)
     tokenizer_folder = manifest.folder / TOKENIZER
     tokenizer = ChatTokenizer(tokenizer_folder)
@@ -163,6 +168,16 @@ def verify_bundle(options: Options) -> dict[str, Any]:
             *(below(result, options.min_agreement) if options.min_agreement else ()),
         ],
     }
+
+
+def _check_memory(options: Options, target: Path, files: list[Any]) -> None:
+    """Raises InputError where this machine has no memory for the target in torch."""
+    from edgespec_export.onnx.by_layers import are_alike
+
+    own = [(file.engine, file.held) for file in files if file.role == "target"]
+    counts, shape = (options.verify_prompts, options.answer_replies), shape_in(target / "config.json")
+    needed = verifying_bytes(shape, own, *counts, alike=are_alike(target))
+    check_memory({"verify": needed}, Path(options.bundle))
 
 
 def _without_models(

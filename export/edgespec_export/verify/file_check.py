@@ -185,6 +185,16 @@ def note_weight(check: FileCheck, name: str, difference: float, size: float) -> 
         check.weights_relative, check.worst_weight = error, name
 
 
+def note_shape(check: FileCheck, name: str, shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
+    """Note a tensor of another shape than the model's, or one that the model does not have (None)."""
+    check.broken.append(f"tensor {name} has shape {shape}, the model has {wanted}")
+
+
+def note_missing(check: FileCheck, missing: Sequence[str]) -> None:
+    if missing:
+        check.broken.append(f"{len(missing)} tensors are absent ({min(missing)} ...)")
+
+
 def compare_engine(
     check: FileCheck | FastCheck,
     open_engine: Callable[[], Engine],

@@ -21,6 +21,7 @@ from edgespec.core.errors import BundleError
 from edgespec.core.manifest import BundleModel
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape, told_shape
+from edgespec.stages.own_gguf import own_file
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.quality import Answers
 from edgespec_export.answers.replies import as_rows
@@ -68,6 +69,7 @@ class Standard:
     """
 
     without_engine = "settings alone"
+    note = ""  # what its report says of how the model was run
 
     def __init__(
         self, shape: ModelShape, parameters: int, source: Source | None, prompts: Sequence[list[int]]
@@ -125,7 +127,7 @@ def verify_files(
     None for all. `tokenizer_folder`: where the runtime reads the tokenizer from.
     """
     checks: list[FileCheck] = []
-    replies = []
+    replies, notes = [], []
     sources, parameters = {}, {}
     with progress("verify", 2 * len(files) + 1, "checks") as bar:
         for role, standard in standards:
@@ -136,6 +138,7 @@ def verify_files(
                 bar.set_postfix_str(f"{role} {file.precision}")
                 checks.append(standard.check(file))
                 bar.update(1)
+            notes += [standard.note] * bool(standard.note)
             if standard.held is not None:
                 replies += standard.held.replies
         bar.set_postfix_str("tokenizers")
@@ -146,11 +149,22 @@ def verify_files(
     return {
         "bounds": {name: asdict(bounds) for name, bounds in BOUNDS.items()},
         "verdicts": VERDICTS,
+        "notes": notes,
         "replies": as_rows(replies),
         "files": [asdict(check) for check in checks],
         "tokenizers": [asdict(check) for check in tokenizers],
         "acceptance": as_json(runs),
     }
+
+
+def note_settings(check: FileCheck, file: ExportedFile, folder: Path, shape: ModelShape) -> None:
+    """Note where a GGUF file is not the model's own, if `folder` was made from one, and what it says of itself."""
+    if file.engine != "llama.cpp":
+        return
+    given = own_file(folder) if file.role == "target" else None  # a drafter's file is written anew
+    if given is not None and not given.is_in(file.path):
+        check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
+    check.settings = gguf_settings(file.path, shape, usual=given is not None)
 
 
 def check_file(file: ExportedFile, standard: Standard) -> FileCheck:

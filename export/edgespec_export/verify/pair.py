@@ -14,7 +14,7 @@ their own. A drafter with a vocabulary subset is compared in its own numbers of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,26 @@ from edgespec_runtime.text.same_tokens import subset_of
 from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.families import family_named
 from edgespec.core.files import read_json, write_json
+from edgespec.core.free_space import free_memory
 from edgespec.core.manifest import ROLES
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import corrected_ids, read_config
 from edgespec.model_folder.head import JOINING, head_weights, is_head, target_layers
+from edgespec.planning.verify_memory import opened_bytes, whole_bytes
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.in_torch import adopt_from_torch
 from edgespec_export.answers.replies import Questions
 from edgespec_export.formats.export import ExportedFile, exported_files
+from edgespec_export.onnx.by_layers import are_alike
 from edgespec_export.verify.exported_pair import Trials
-from edgespec_export.verify.file_check import FileCheck, note_weight
-from edgespec_export.verify.files import Standard, as_numbered, verify_files
+from edgespec_export.verify.file_check import FileCheck, note_missing, note_shape, note_weight
+from edgespec_export.verify.files import Standard, as_numbered, note_settings, verify_files
 from edgespec_export.verify.head_check import check_head
-from edgespec_export.verify.readback import Weights, gguf_settings, weights_of
+from edgespec_export.verify.readback import Weights, weights_of
 from edgespec_export.verify.report import broken_of, broken_words, report_of
+from edgespec_export.verify.streamed_check import Streamed
 from edgespec_export.verify.tokenizers import Source
 
 Array = np.ndarray[Any, Any]
@@ -100,21 +104,17 @@ class Reference(Standard):
     def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
         """Hold weights and settings against the model's; the model's logits with the file's weights, or its own where they do
         not fit."""
-        theirs = file.role == "target" and file.engine == "llama.cpp"  # a drafter's file is written anew
-        given = own_file(self.folder) if theirs else None
-        if given is not None and not given.is_in(file.path):
-            check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
+        note_settings(check, file, self.folder, self.shape)
         weights = _compare_weights(check, weights_of(file.path, self.shape), self)
-        if file.engine == "llama.cpp":
-            check.settings = gguf_settings(file.path, self.shape, usual=given is not None)
         return self.run(weights) if weights else self.logits
 
-    def features(self, head: Path) -> list[torch.Tensor]:
-        """What a head reads [n, H] at every token of each passage: the last hidden states, behind the final norm.
+    def embedding(self) -> torch.Tensor:
+        table: torch.Tensor = self.model.get_input_embeddings().weight
+        return table.detach().float()
 
-        A head of three layers has them joined with those of the early layers by its own matrix.
-        """
-        early, found = target_layers(head), []
+    def states(self, early: Sequence[int]) -> list[torch.Tensor]:
+        """Of every passage [n, F]: what each of the `early` layers reads, behind its norm, and the last states, behind theirs."""
+        found = []
         with torch.inference_mode():
             for passage in self.passages:
                 tokens = torch.tensor([passage.tokens])
@@ -124,16 +124,26 @@ class Reference(Standard):
                     for layer in early
                 ]
                 found.append(torch.cat([*states, given.last_hidden_state], -1)[0].float())
-        if not early:
-            return found
-        matrix = torch.from_numpy(head_weights(head)[JOINING])
-        return [states @ matrix.T for states in found]
+        return found
+
+
+def features_of(target: Reference | Streamed, head: Path) -> list[torch.Tensor]:
+    """What a head reads [n, H] at every token of each passage: the last hidden states, behind the final norm.
+
+    A head of three layers has them joined with those of the early layers by its own matrix.
+    """
+    early = target_layers(head)
+    found = target.states(early)
+    if not early:
+        return found
+    matrix = torch.from_numpy(head_weights(head)[JOINING])
+    return [states @ matrix.T for states in found]
 
 
 class Head(Standard):
     """A head that reads the target's hidden states: its one folder, held against its own tensors in torch."""
 
-    def __init__(self, folder: Path, target: Reference) -> None:
+    def __init__(self, folder: Path, target: Reference | Streamed) -> None:
         super().__init__(target.shape, 0, None, [])
         self.folder, self.target = folder, target
 
@@ -141,9 +151,9 @@ class Head(Standard):
         return [file for file in files if file.is_head][:1]  # the one beside every file of the target
 
     def check(self, file: ExportedFile) -> FileCheck:
-        embedding = self.target.model.get_input_embeddings().weight.detach().float()
         texts = [passage.tokens for passage in self.target.passages]
-        return check_head(file, self.folder, embedding, texts, self.target.features(self.folder))
+        features = features_of(self.target, self.folder)
+        return check_head(file, self.folder, self.target.embedding(), texts, features)
 
 
 def verify_pair(
@@ -190,7 +200,8 @@ def verify_with_models(
     subset = subset_of(folders["target"], folders["drafter"])
 
     def standards() -> Iterator[tuple[str, Standard]]:
-        target = Reference(folders["target"], prompts, questions)
+        own = [(file.engine, file.held) for file in files if file.role == "target"]
+        target = target_standard(folders["target"], prompts, questions, own)
         yield "target", target
         if is_head(folders["drafter"]):
             yield "drafter", Head(folders["drafter"], target)
@@ -201,6 +212,21 @@ def verify_with_models(
     return verify_files(files, standards(), subset, trials, tokenizer_folder)
 
 
+def target_standard(
+    folder: Path,
+    prompts: list[list[int]],
+    questions: Questions | None,
+    files: Iterable[tuple[str, str]],
+) -> Reference | Streamed:
+    """The target in torch: one layer at a time where free memory does not hold it twice as floats and its layers are alike.
+
+    `files`: engine and precision of those that are checked.
+    """
+    free, shape = free_memory(), ModelShape.from_config(read_json(folder / "config.json"))
+    whole = free is None or whole_bytes(shape, len(prompts), opened_bytes(shape, files)) <= free
+    return (Reference if whole or not are_alike(folder) else Streamed)(folder, prompts, questions)
+
+
 def _compare_weights(check: FileCheck, found: Weights, reference: Reference) -> dict[str, torch.Tensor]:
     """The file's weights as a state for torch; empty where they do not fit the model."""
     state: dict[str, torch.Tensor] = {}
@@ -208,8 +234,7 @@ def _compare_weights(check: FileCheck, found: Weights, reference: Reference) -> 
     for name, value in found:
         wanted = reference.weights.get(name)
         if wanted is None or tuple(wanted.shape) != value.shape:
-            shape = None if wanted is None else tuple(wanted.shape)
-            check.broken.append(f"tensor {name} has shape {value.shape}, the model has {shape}")
+            note_shape(check, name, value.shape, None if wanted is None else tuple(wanted.shape))
             continue
         state[name] = torch.from_numpy(np.require(value, requirements=["C", "W"]))
         # Gemma multiplies by 1 + w and its files hold that sum, so w itself has lost its last digits there
@@ -220,7 +245,5 @@ def _compare_weights(check: FileCheck, found: Weights, reference: Reference) -> 
         # the ONNX model builder leaves out biases that are zero, and adding them changes nothing
         if name not in state and name.endswith(".bias") and not wanted.any():
             state[name] = wanted
-    missing = sorted(set(reference.weights) - set(state))
-    if missing:
-        check.broken.append(f"{len(missing)} tensors are absent ({missing[0]} ...)")
+    note_missing(check, [name for name in reference.weights if name not in state])
     return {} if check.broken else state

@@ -25,6 +25,7 @@ Weights = Iterator[tuple[str, Array]]
 
 STATIC = "verify.onnx"  # the graph that the weights of static graphs are read from
 _ROPE_TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+_LAYER = re.compile(r"\.(\d+)\.")
 _GGUF_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _STATIC_WHOLE = {
@@ -48,6 +49,11 @@ def weights_of(path: Path, shape: ModelShape) -> Weights:
         yield "model.embed_tokens.weight" if shape.tied and name == "lm_head.weight" else name, value
 
 
+def _by_layer(names: Iterable[str]) -> list[str]:
+    """Whatever the order in the file: who takes one layer at a time keeps what comes too early."""
+    return sorted(names, key=lambda name: int(found[1]) if (found := _LAYER.search(name)) else -1)
+
+
 def gguf_weights(file: Path, shape: ModelShape) -> Weights:
     """(name, tensor) of a GGUF file, one at a time; permuted q and k are back in rotate-halves order.
 
@@ -55,7 +61,8 @@ def gguf_weights(file: Path, shape: ModelShape) -> Weights:
     """
     header = read_header(file)
     family = with_architecture(str(header.values.get("general.architecture")))
-    for name, tensor in header.tensors.items():
+    for name in _by_layer(header.tensors):
+        tensor = header.tensors[name]
         if name in _ROPE_TABLES:
             continue
         match = _GGUF_NAME.fullmatch(name)
@@ -175,7 +182,7 @@ def _onnx_weights(folder: Path, shape: ModelShape, *, joined: bool) -> Weights:
         stored = next((one for one in (name, f"{name}_F16") if one in tensors), None)
         return None if stored is None else tensor_values(tensors[stored], folder)
 
-    for stored in tensors:
+    for stored in _by_layer(tensors):
         name, kind = stored.removesuffix("_F16"), "weight"
         stem, found, end = name.partition(".MatMul.weight")
         if found and end in ("_Q4", "_Q8"):

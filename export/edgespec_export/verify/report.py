@@ -34,6 +34,7 @@ def report_of(found: dict[str, Any], *, colour: bool = False, side_by_side: bool
     stored = found.get("acceptance")
     parts = [
         files_table(found["files"]) if found.get("files") else "",
+        "\n".join(found.get("notes", ())),
         answers_report(found, colour=colour, side_by_side=side_by_side),
         tokenizer_table(found["tokenizers"]) if found.get("tokenizers") else "",
         f"{acceptance_table(stored)}\n{about(stored)}" if stored else "",

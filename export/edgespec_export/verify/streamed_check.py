@@ -2,7 +2,8 @@
 
 The file's weights are read back in order. Each is compared with the checkpoint's, and each layer, as soon as all of it
 is there, is run in torch (float32) on the prompts. Memory holds one layer and what came before its turn. What the engine
-says to the same prompts must be what torch says with the file's own weights.
+says to the same prompts must be what torch says with the file's own weights. The checkpoint's weights, run in the same way,
+give the model's own logits.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.pair.bundle import load_engine
 from torch import Tensor
+from torch.nn.functional import embedding, linear
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
+from edgespec.model_folder.weights_files import is_surplus
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
+from edgespec_export.answers.held_out import HeldOut
+from edgespec_export.answers.quality import Answers
+from edgespec_export.answers.replies import Questions, Reply
+from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.by_layers import check_alike
 from edgespec_export.onnx.repeat import layer_of
@@ -32,11 +40,83 @@ from edgespec_export.verify.file_check import (
     compare_engine,
     judge,
     measure,
+    note_missing,
+    note_shape,
     note_weight,
 )
+from edgespec_export.verify.files import Standard, note_settings
 from edgespec_export.verify.readback import Weights, weights_of
+from edgespec_export.verify.tokenizers import Source
 
 Array = np.ndarray[Any, Any]
+EMBEDDING, NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class Streamed(Standard):
+    """A model of which one layer at a time is in memory: its logits, and those it gives with other weights.
+
+    The first file that runs writes the replies, and the model reads them. Raises InputError for a family whose layers need more
+    than the layer before, and where no prompt has a token.
+    """
+
+    without_engine = "weights read back in torch"
+    note = (
+        "The target does not fit into free memory twice as floats. So torch ran it one layer at a time, and its first file wrote "
+        "the replies."
+    )
+
+    def __init__(self, folder: Path, prompts: list[list[int]], questions: Questions | None = None) -> None:
+        config = read_config(folder)
+        shape = ModelShape.from_config(config)
+        super().__init__(shape, shape.parameters, Source(folder, config, whole=True), prompts)
+        if not self.passages:
+            raise InputError("there is no prompt to verify with; give at least one that is not empty")
+        self.folder, self.checkpoint = folder, Checkpoint(folder)
+        self.logits = self._own_logits(self.passages)
+        if questions is not None:
+            self.held = HeldOut(questions, shape)
+
+    def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
+        """Hold weights and settings against the model's; the model's logits with the file's weights, or its own where they do
+        not fit."""
+        note_settings(check, file, self.folder, self.shape)
+        check.weights_relative = 0.0
+        weights = _noted(check, weights_of(file.path, self.shape), self.checkpoint, tied=self.shape.tied)
+        try:
+            own = streamed_logits(weights, self.folder, self.passages)
+        except InputError as error:
+            check.broken.append(str(error))
+        return self.logits if check.broken else own
+
+    def answers(self, file: ExportedFile, model: CachedEngine, *, samples: bool) -> Answers | None:
+        if self.held is None:
+            return None
+        if not self.held.replies:
+            self.held.adopt_from(model, self._read)
+        return self.held.answers(model, samples=samples)
+
+    def _read(self, replies: Sequence[Reply]) -> list[Array]:
+        texts = ([*reply.prompt, *reply.tokens[:-1]] for reply in replies)
+        starts = (len(reply.prompt) - 1 for reply in replies)
+        return self._own_logits(list(map(Passage, texts, starts)))
+
+    def _own_logits(self, passages: Sequence[Passage]) -> list[Array]:
+        return streamed_logits(self._weights(), self.folder, passages)
+
+    def _weights(self) -> Weights:
+        """The checkpoint's, layer by layer."""
+        names = (name for name in self.checkpoint if not is_surplus(name, tied=self.shape.tied))
+        for name in sorted(names, key=lambda name: -1 if (layer := layer_of(name)) is None else layer):
+            yield name, np.concatenate(list(self.checkpoint.pieces(name)))
+
+    def embedding(self) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(self.checkpoint.pieces(EMBEDDING))))
+
+    def states(self, early: Sequence[int]) -> list[Tensor]:
+        """Of every passage [n, F]: what each of the `early` layers reads, behind its norm, and the last states, behind theirs."""
+        texts = [passage.tokens for passage in self.passages]
+        found = streamed_states(self._weights(), self.folder, texts, early)
+        return [torch.cat([*first, last], -1)[0] for first, last in zip(found.early, found.last, strict=True)]
 
 
 def check_streamed(
@@ -48,18 +128,24 @@ def check_streamed(
     """
     engine = LLAMACPP if path.is_file() else ONNXRUNTIME
     check = FileCheck("target", engine, precision, checked_with=engine, weights_relative=0.0)
-    found = weights_of(path, ModelShape.from_config(read_config(model_folder)))
-    own = streamed_logits(_noted(check, found, Checkpoint(model_folder)), model_folder, prompts)
+    shape = ModelShape.from_config(read_config(model_folder))
+    noted = _noted(check, weights_of(path, shape), Checkpoint(model_folder), tied=shape.tied)
     passages = [Passage(prompt) for prompt in prompts]
+    own = streamed_logits(noted, model_folder, passages)
     seen = compare_engine(check, partial(load_engine, engine, path, context, None), passages, own)
     measure(check, seen, own, passages)
     judge(check)
     return check
 
 
-def _noted(check: FileCheck, weights: Weights, checkpoint: Checkpoint) -> Weights:
-    """The same weights; how far each lies from the checkpoint's is noted as it passes."""
+def _noted(check: FileCheck, weights: Weights, checkpoint: Checkpoint, *, tied: bool) -> Weights:
+    """The weights that fit the checkpoint's. How far each lies from those is noted as it passes; at the end, what is absent."""
+    wanted = {name: checkpoint.shape(name) for name in checkpoint if not is_surplus(name, tied=tied)}
+    seen = set[str]()
     for name, tensor in weights:
+        if wanted.get(name) != tensor.shape:
+            note_shape(check, name, tensor.shape, wanted.get(name))
+            continue
         difference = size = 0.0
         at = 0
         for piece in checkpoint.pieces(name):
@@ -68,40 +154,68 @@ def _noted(check: FileCheck, weights: Weights, checkpoint: Checkpoint) -> Weight
             size += float(np.square(piece, dtype=np.float64).sum())
             at += len(piece)
         note_weight(check, name, difference, size)
+        seen.add(name)
         yield name, tensor
+    absent = (name for name in wanted if name not in seen)
+    note_missing(check, [name for name in absent if not _is_zero_bias(checkpoint, name)])
 
 
-@torch.inference_mode()
-def streamed_logits(weights: Weights, model_folder: Path, prompts: Sequence[list[int]]) -> list[Array]:
-    """Logits [n, V] float32 of every prompt in torch with these weights, one layer in memory at a time.
+class States(NamedTuple):
+    """Of every text: its `last` states [1, n, H] behind the last norm, what early layers read; and the output layer [V, H]."""
+
+    last: list[Tensor]
+    early: list[list[Tensor]]
+    output: Tensor
+
+
+def streamed_logits(weights: Weights, model_folder: Path, passages: Sequence[Passage]) -> list[Array]:
+    """Logits [n, V] float32 of every passage in torch with these weights, one layer in memory at a time.
 
     Weights of later layers that come early wait in memory. Raises InputError for a family that is not known.
     """
+    last, _, output = streamed_states(weights, model_folder, [passage.tokens for passage in passages])
+    return [
+        linear(state[0, passage.start :], output).numpy()
+        for state, passage in zip(last, passages, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def streamed_states(
+    weights: Weights, model_folder: Path, texts: Sequence[list[int]], early: Sequence[int] = ()
+) -> States:
+    """What `streamed_logits` makes logits of, and what the `early` layers read."""
     model, layers = _one_layer(model_folder)
+    tied = ModelShape.from_config(read_config(model_folder)).tied
     inner, last_norm = model.model, model.model.norm
     inner.norm = torch.nn.Identity()
     wanted = set(inner.layers[0].state_dict())
     waiting = _zero_biases(model_folder)
     rest: dict[str, Tensor] = {}
     states: list[Tensor] = []
+    before: list[list[Tensor]] = [[] for _ in texts]
     done = 0
     for name, array in weights:
         tensor, layer = torch.from_numpy(np.require(array, requirements=["C", "W"])), layer_of(name)
-        if layer is None:
-            rest[name] = tensor
-            if name == "model.embed_tokens.weight":
-                states = [torch.nn.functional.embedding(torch.tensor([ids]), tensor) for ids in prompts]
-        else:
+        if layer is not None:
             waiting.setdefault(layer, {})[name.partition(f"layers.{layer}.")[2]] = tensor
+        else:
+            if name == EMBEDDING and not states:
+                states = [embedding(torch.tensor([ids]), tensor) for ids in texts]
+            if name != EMBEDDING or tied:
+                rest[name] = tensor
         while states and done < layers and wanted <= waiting.get(done, {}).keys():
             inner.layers[0].load_state_dict(waiting.pop(done), assign=True)
+            if done in early:
+                for text, state in zip(before, states, strict=True):
+                    text.append(inner.layers[0].input_layernorm(state))
             states = [inner(inputs_embeds=state, use_cache=False).last_hidden_state for state in states]
             done += 1
-    if done < layers:
+    output = rest.get(EMBEDDING if tied else OUTPUT)
+    if done < layers or NORM not in rest or output is None:
         raise InputError(f"the file has {done} whole layers of {layers}; export it again")
-    last_norm.load_state_dict({"weight": rest["model.norm.weight"]}, assign=True)
-    head = rest.get("lm_head.weight", rest["model.embed_tokens.weight"])
-    return [torch.nn.functional.linear(last_norm(state), head)[0].numpy() for state in states]
+    last_norm.load_state_dict({"weight": rest[NORM]}, assign=True)
+    return States([last_norm(state) for state in states], before, output)
 
 
 def _zero_biases(model_folder: Path) -> dict[int, dict[str, Tensor]]:
@@ -109,11 +223,15 @@ def _zero_biases(model_folder: Path) -> dict[int, dict[str, Tensor]]:
     checkpoint = Checkpoint(model_folder)
     found: dict[int, dict[str, Tensor]] = {}
     for name in checkpoint:
-        layer = layer_of(name) if name.endswith(".bias") else None
-        if layer is not None and not any(piece.any() for piece in checkpoint.pieces(name)):
+        layer = layer_of(name)
+        if layer is not None and _is_zero_bias(checkpoint, name):
             bias = torch.zeros(checkpoint.shape(name))
             found.setdefault(layer, {})[name.partition(f"layers.{layer}.")[2]] = bias
     return found
+
+
+def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    return name.endswith(".bias") and not any(piece.any() for piece in checkpoint.pieces(name))
 
 
 def _one_layer(model_folder: Path) -> tuple[Any, int]:

@@ -77,7 +77,7 @@ def test_replies_whose_logits_would_fill_memory_are_left_out(
     held = HeldOut(questions, ModelShape.from_config(read_json(families["llama"] / "config.json")))
     held.most = 12
     written = [Reply((1,), tuple(range(length)), 0.0) for length in (13, 8, 4, 9)]
-    held.adopt(written, lambda reply: np.zeros((len(reply.tokens), 1), np.float32))
+    held.adopt(written, lambda replies: [np.zeros((len(one.tokens), 1), np.float32) for one in replies])
     assert [len(reply.tokens) for reply in held.replies] == [8, 4]
 
 

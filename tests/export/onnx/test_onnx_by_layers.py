@@ -12,7 +12,7 @@ from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx import by_layers
 from edgespec_export.onnx.by_layers import export_by_layers
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify.file_check import FileCheck
+from edgespec_export.verify.file_check import FileCheck, Passage
 from edgespec_export.verify.readback import gguf_weights, onnx_weights
 from edgespec_export.verify.streamed_check import check_streamed, streamed_logits
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
@@ -24,6 +24,7 @@ from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 
 PROMPTS = [[5, 6, 7, 300, 2, 17], [9, 8, 7]]
+PASSAGES = [Passage(prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_families_with_unlike_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"'gemma2' model; an export by layers knows llama"):
         export_by_layers(model, tmp_path / "out")
     with pytest.raises(InputError, match=r"'gemma2' model; the check by layers knows llama"):
-        streamed_logits(iter(()), model, PROMPTS)
+        streamed_logits(iter(()), model, PASSAGES)
 
 
 def test_layers_with_and_without_a_window_are_not_taken_for_alike(
@@ -93,7 +94,7 @@ def test_layers_with_and_without_a_window_are_not_taken_for_alike(
     assert windows == [-1, -1, 8, 8]
     for refuse in (
         lambda: export_by_layers(model, tmp_path / "slices"),
-        lambda: streamed_logits(iter(()), model, PROMPTS),
+        lambda: streamed_logits(iter(()), model, PASSAGES),
     ):
         with pytest.raises(InputError, match="of several kinds, full_attention, sliding_attention"):
             refuse()
@@ -119,18 +120,18 @@ def checked(exported: dict[str, Path], name: str, model: Path | None = None) -> 
 
 def test_layer_by_layer_is_torch(exported: dict[str, Path]) -> None:
     weights = gguf_weights(exported["f32"], shape_of(exported["model"]))
-    found = streamed_logits(weights, exported["model"], PROMPTS)
+    found = streamed_logits(weights, exported["model"], PASSAGES)
     for prompt, logits in zip(PROMPTS, found, strict=True):
         np.testing.assert_allclose(logits, torch_logits(exported["model"], prompt).numpy(), atol=1e-4)
 
 
 def test_weights_in_any_order(exported: dict[str, Path]) -> None:
     weights = list(gguf_weights(exported["f32"], shape_of(exported["model"])))
-    found = streamed_logits(reversed(weights), exported["model"], PROMPTS)
+    found = streamed_logits(reversed(weights), exported["model"], PASSAGES)
     np.testing.assert_allclose(found[0], torch_logits(exported["model"], PROMPTS[0]).numpy(), atol=1e-4)
     some = [pair for pair in weights if "layers.2.mlp" not in pair[0]]
     with pytest.raises(InputError, match="the file has 2 whole layers of 4"):
-        streamed_logits(iter(some), exported["model"], PROMPTS)
+        streamed_logits(iter(some), exported["model"], PASSAGES)
 
 
 @pytest.mark.parametrize("name", ["q4_0", "int4"])

@@ -230,3 +230,16 @@ def test_files_that_this_edgespec_has_no_bounds_for_are_named(
     change_manifest(copy, rename)
     assert main(["verify", str(copy), *QUICK, "--models", models]) == 0
     assert "Not checked, having no bounds here: target llama.cpp q9_x." in capsys.readouterr().out
+
+
+def test_too_little_memory_for_the_models_in_torch(
+    both: Path, models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bundle alone is checked all the same, and --force goes on."""
+    monkeypatch.setattr("edgespec.planning.preflight.free_memory", lambda: 300 * 2**20)
+    asked = ["verify", str(both), *QUICK, "--answer-replies", "0", "--verify-prompts", "1"]
+    assert main([*asked, "--models", models]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("edgespec: verify needs 4")
+    assert "300 MiB are free on this machine. Try fewer precisions, a larger machine" in error
+    assert main([*asked, "--models", models, "--force"]) == 0
