@@ -12,7 +12,7 @@ from edgespec.planning import costs
 from edgespec.planning.estimate import StageCost, estimate, stored_position_bytes
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
-from edgespec.recipe.schema import ROUNDED
+from edgespec.recipe.schema import ROUNDED, ExportOptions
 from edgespec.recipe.shipped import load_recipe, recipe_file
 from edgespec.recipe.targets import shape_of_target
 
@@ -24,9 +24,9 @@ SOURCES: dict[str, dict[str, str]] = {
 }
 
 
-def stages(values: dict[str, Any]) -> dict[str, StageCost]:
+def stages(values: dict[str, Any], *, alike: bool = True) -> dict[str, StageCost]:
     recipe = resolve({"target": "x", **values}, {})
-    return {cost.stage: cost for cost in estimate(recipe, TARGET, DRAFTER)}
+    return {cost.stage: cost for cost in estimate(recipe, TARGET, DRAFTER, alike=alike)}
 
 
 def test_where_the_target_runs() -> None:
@@ -66,6 +66,7 @@ def test_a_finished_text_is_read_again_in_torch() -> None:
     assert found["states"].memory == costs.weight_bytes(target) + logits + passing
 
 
+ENGINES = {"onnx": "onnxruntime", "gguf": "llama.cpp"}
 FOUR_LAYERS = replace(TARGET, layers=4).parameters
 
 
@@ -78,11 +79,15 @@ FOUR_LAYERS = replace(TARGET, layers=4).parameters
     ],
 )
 def test_writing_and_checking_the_files(kind: str, name: str, memory: int) -> None:
-    files = {"onnx": [], "gguf": [], kind: [name]}
-    found = stages({"export": files, "distill": {"against": name}})
+    files, file = {"onnx": [], "gguf": [], kind: [name]}, (ENGINES[kind], name)
+    how = {"export": files, "distill": {"against": name}}
+    found = stages(how)
     assert found["export"].memory == found[ROUNDED].memory == memory
-    logits = 4 * TARGET.vocab_size * 128 * (3 * 8 + 3)
-    twice = (
-        4 * TARGET.embedding_parameters if name == "int8" else 0
-    )  # while ONNX Runtime packs the widened matrix
-    assert found["verify"].memory == 8 * TARGET.parameters + twice + logits
+    logits, table = 4 * TARGET.vocab_size * 128 * (3 * 8 + 3), 4 * TARGET.embedding_parameters
+    # while ONNX Runtime packs the widened output head, it has it twice
+    opened = 4 * TARGET.parameters + table if name == "int8" else round(1.1 * costs.file_bytes(TARGET, *file))
+    whole = stages(how, alike=False)["verify"].memory
+    assert whole == 4 * TARGET.parameters + max(opened, 4 * TARGET.parameters) + logits
+    replies = 4 * 64 * ExportOptions().answer_replies * TARGET.vocab_size
+    one_layer = 4 * table + 3 * 4 * TARGET.layer_parameters
+    assert found["verify"].memory == one_layer + replies + opened + logits < 0.6 * whole
