@@ -211,10 +211,10 @@ def test_the_docs_show_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> N
     printed = out[out.index("On 8 x") :]
     assert [line for line in printed.splitlines() if line][: len(table)] == table
     for words, figures in {
-        ("--gpus", "8xH100"): ("39h 17m",),
+        ("--gpus", "8xH100"): ("39h 15m",),
         ("--gpus", "1xH100"): ("13.1 days",),
         ("--gpus", "1xA100-80GB", "--pretrain.steps", "5906", "--inference.dtype", "bfloat16"): (
-            "52h 49m",
+            "52h 47m",
             "44.1 GiB",
         ),
     }.items():
