@@ -233,9 +233,8 @@ def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabular
         )
     both, what = {folder: read_tokenizer(folder) for folder in folders}, "the target and the drafter"
     check_same_ids(both, what)
-    if not any(
-        map(own_file, folders)
-    ):  # a GGUF file says what splits its text in other words than a tokenizer.json does
+    # a GGUF file says what splits its text in other words than a tokenizer.json does
+    if not any(map(own_file, folders)):
         check_same_pieces(both, what)
     return subset
 
