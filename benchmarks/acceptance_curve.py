@@ -35,8 +35,9 @@ from edgespec_recipes.data.mixing import TARGET, Mixture
 from edgespec_recipes.data.token_rows import Row
 from edgespec_recipes.generating.response_shards import about_file, write_shard
 from edgespec_recipes.models.initialise import initial_drafter
-from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
+from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.models.start_head import start_head
+from edgespec_recipes.models.target_weights import TargetWeights
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.stored.written_rows import WrittenRows
@@ -163,7 +164,7 @@ class Run:
         target, special = self.given.target, special_tokens(self.tokenizer, self.given.target)
         if self.kind == "head":
             seen = self.rows.steps_seen(FITTED)
-            head = start_head(load_model(target), options, self.rows.counts, special, seen)
+            head = start_head(TargetWeights.stored(target), options, self.rows.counts, special, seen)
             return UnrolledHead(head, target_embedding(target))
         shape = derive(ModelShape.from_config(read_config(target)), options)
         blocks = self.rows.packed.arrays["input_ids"]

@@ -116,9 +116,13 @@ def _training(
     masked: bool = True,
     memory: int = 0,
     disk: int = 0,
+    passes: int = 1,
 ) -> StageCost:
-    """A training of `trained`, with `judges` that run forward only; `flops`, `memory` and `disk` are what comes on top."""
-    tokens, at_once = _steps_tokens(options), _pass_tokens(options)
+    """A training of `trained`, with `judges` that run forward only; `flops`, `memory` and `disk` are what comes on top.
+
+    `passes`: over every token, in one step.
+    """
+    tokens, at_once = _steps_tokens(options), passes * _pass_tokens(options)
     needed = (
         costs.training_bytes(trained)
         + costs.saved_activation_bytes(trained, at_once, options.context, masked=masked)
@@ -129,7 +133,7 @@ def _training(
         )
     )
     kept = CHECKPOINTS * costs.checkpoint_bytes(trained) + costs.weight_bytes(trained)
-    total = flops + costs.training_flops(trained, tokens, options.context)
+    total = flops + costs.training_flops(trained, passes * tokens, options.context)
     return StageCost(stage, tokens, total, needed + memory, kept + disk)
 
 
@@ -254,20 +258,26 @@ def _distill(
 ) -> StageCost:
     """The drafter's training, and what it is held against.
 
-    The target runs over every row that is not stored. TVD++'s mean reward and the selection look at all logits once before
+    The target runs over every row that is not stored. For a head all are, and of the target only the embedding is there; each
+    of its own steps is a pass over all tokens. TVD++'s mean reward and the selection look at all logits once before
     the gradient; the selection runs the reference too. In micro-batches that look takes another pass of the drafter over
     all of them but the first, and the target's hidden states wait for the gradient. Rows of the drafter's own are decoded
     token by token first.
     """
-    tokens, at_once, context = _steps_tokens(options), _pass_tokens(options), options.context
+    runs, passes = ([], options.unrolled_steps) if drafter.joins else ([target], 1)
+    tokens, at_once, context = (
+        passes * _steps_tokens(options),
+        passes * _pass_tokens(options),
+        options.context,
+    )
     rest = (1 - options.text_fraction) * (1 - options.fixed_fraction)
     student = rest * options.student_fraction
-    live = 1.0 if options.target_side == "live" else 1.0 - (rest - student)
+    live = 0.0 if not runs else 1.0 if options.target_side == "live" else 1.0 - (rest - student)
     soft, selects = options.labels == "soft", options.select_fraction < 1
     looks = soft and (
         selects or ("tvd++" in (options.divergence, options.finish) and options.tvdpp_scope != "token")
     )
-    share = options.batch_size // processes * context  # of one process, a step
+    share = passes * options.batch_size // processes * context  # of one process, a step
     later = max(0, share - at_once) * looks  # tokens of it that are looked at ahead
     flops = looks * costs.output_flops(drafter, tokens)
     flops += costs.forward_flops(drafter, options.steps * processes * later, context, logits=0)
@@ -278,9 +288,11 @@ def _distill(
     if selects:
         flops += costs.forward_flops(drafter, tokens, context)
     if options.watch_steps:
-        watched = options.steps // options.watch_steps * options.watch_rows * context
-        flops += sum(costs.forward_flops(model, watched, context) for model in (target, drafter))
+        watched = passes * (options.steps // options.watch_steps) * options.watch_rows * context
+        flops += sum(costs.forward_flops(model, watched, context) for model in (*runs, drafter))
     memory = inference_bytes(how, target) - costs.weight_bytes(target)
+    if not runs:
+        memory = costs.FLOAT * target.embedding_parameters
     memory += round(live * later) * target.hidden * costs.FLOAT
     if student:
         length = PROMPT_TOKENS + options.student_max_new_tokens
@@ -290,8 +302,10 @@ def _distill(
     disk = _id_bytes(drafter) * options.text_fraction * tokens if text_disk else 0.0
     if options.keep_steps:
         disk += options.steps // options.keep_steps * costs.weight_bytes(drafter)
-    judges = [target, *([drafter] if selects else [])]
-    return _training(stage, options, drafter, flops=flops, judges=judges, memory=memory, disk=round(disk))
+    judges = [*runs, *([drafter] if selects else [])]
+    return _training(
+        stage, options, drafter, flops=flops, judges=judges, memory=memory, disk=round(disk), passes=passes
+    )
 
 
 def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
@@ -365,9 +379,9 @@ def estimate(
         stages.append(_distill("reference", options, target, drafter, how, processes=processes))
     if distill.steps:
         text_disk = not recipe.pretrain.steps
-        cost = _distill("distill", distill, target, drafter, how, processes=processes, text_disk=text_disk)
-        steps = distill.unrolled_steps if head else 1  # each of a head's own steps is a pass over all tokens
-        stages.append(replace(cost, flops=steps * cost.flops))
+        stages.append(
+            _distill("distill", distill, target, drafter, how, processes=processes, text_disk=text_disk)
+        )
     export, files = recipe.export, files_bytes(recipe.export, (target, drafter), own)
     building, passing = building_bytes(export, target, alike=alike), largest_passing(export, target, own)
     checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)

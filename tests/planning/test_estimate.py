@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.generating import target_store
 from edgespec_recipes.generating.decoding import BatchDecoder, sample_responses
 from edgespec_recipes.losses import output_loss
@@ -19,9 +17,8 @@ from edgespec_recipes.models.packing import packing_of
 from edgespec_recipes.stored import top_k
 from edgespec_recipes.training.objective import Objective
 from edgespec_recipes.training.pretrain import next_token_losses
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
+from training_steps import Meter, all_compared
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from edgespec.core.table import byte_size
@@ -60,39 +57,6 @@ def counted(run: Callable[[], Any]) -> int:
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counter:
         run()
     return counter.get_total_flops()
-
-
-class Meter(TorchDispatchMode):
-    """`peak`: the most bytes that tensors made in the body held at once, those of `models`' weights left out."""
-
-    def __init__(self, *models: Any) -> None:
-        super().__init__()
-        self.own = {
-            weight.untyped_storage()._cdata
-            for model in models
-            for weight in (*model.parameters(), *model.buffers())
-        }
-        self.held: dict[int, int] = {}
-        self.live = self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_flatten(result)[0]:
-            if isinstance(tensor, torch.Tensor):
-                self._hold(tensor.untyped_storage())
-        return result
-
-    def _hold(self, storage: Any) -> None:
-        key = storage._cdata
-        if key in self.own or key in self.held or not storage.nbytes():
-            return
-        self.held[key] = storage.nbytes()
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        self.live -= self.held.pop(key, 0)
 
 
 def packed(rows: int, context: int) -> dict[str, torch.Tensor]:
@@ -223,21 +187,6 @@ def distillation(**options: Any) -> Recipe:
     """One step on responses alone."""
     values = {"steps": 1, "batch_size": 4, "context": 128, "watch_steps": 0, "text_fraction": 0.0}
     return resolve({"target": "x", "distill": {**values, **options}}, {})
-
-
-def all_compared(rows: int, context: int, vocabulary: int) -> dict[str, torch.Tensor]:
-    compared = torch.ones(rows, context, dtype=torch.bool)
-    compared[:, -1] = False
-    return {
-        "input_ids": torch.randint(0, vocabulary, (rows, context)),
-        "position_ids": torch.arange(context).repeat(rows, 1),
-        "document_ids": torch.zeros(rows, context, dtype=torch.long),
-        "compared": compared,
-        "room": torch.zeros(rows, context, dtype=torch.bool),
-        "kind": torch.full((rows,), TARGET),
-        "row_id": torch.arange(rows),
-        "slot": torch.arange(rows),
-    }
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,17 @@ stream are zero.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from edgespec.core.errors import InputError
-from edgespec.core.families import family_named
 from edgespec.recipe.schema import DrafterOptions
 from edgespec_recipes.models.feature_head import FeatureHead, HeadShape
-from edgespec_recipes.models.loading import shape_of
+from edgespec_recipes.models.target_weights import TargetWeights
 from edgespec_recipes.models.vocabulary import choose_vocabulary, covering
 
 RIDGE = 0.01  # of the mean square: what little text does not tell stays small
@@ -29,7 +27,7 @@ WRITES = ("o_proj.weight", "down_proj.weight")  # into the residual stream
 
 
 def start_head(
-    target: Any,
+    target: TargetWeights,
     options: DrafterOptions,
     counts: np.ndarray,
     special: Collection[int],
@@ -39,7 +37,7 @@ def start_head(
     """The head that training starts from.
 
     Args:
-        target: the target in torch (Llama's layout: q_proj, gate_proj ...).
+        target: the target's weights (Llama's layout: q_proj, gate_proj ...); of its layers only the last ones are read.
         options: layers (default 1) and vocabulary (default: what covers COVERAGE of `counts`).
         counts: [V] how often the target wrote each token.
         special: ids that every vocabulary has.
@@ -48,7 +46,7 @@ def start_head(
 
     Raises InputError where the target's layers are not of Llama's form.
     """
-    shape = shape_of(target)
+    shape, family = target.shape, target.family
     size = options.vocabulary or covering(counts, special)
     vocabulary = choose_vocabulary(counts, special, size)
     layers = options.layers or 1
@@ -73,12 +71,11 @@ def start_head(
         ),
         vocabulary,
     )
-    weights = {name: value.float() for name, value in target.state_dict().items()}
-    family, first = family_named(target.config.model_type), shape.layers - layers
+    first = shape.layers - layers
     own = {"post_attention_layernorm.weight": f"{family.gguf_parts['ffn_norm']}.weight"}  # what the FFN reads
     for number, layer in enumerate(head.layers):
         for name, value in layer.state_dict().items():
-            found = _of_layer(weights, f"model.layers.{first + number}.", own.get(name, name))
+            found = _of_layer(target.tensors, f"model.layers.{first + number}.", own.get(name, name))
             if name.endswith("norm.weight"):
                 found = found + family.norm_offset
             if found.shape != value.shape:
@@ -86,13 +83,12 @@ def start_head(
                     f"layers.{number}.{name} of the head is {list(value.shape)} and the target's is {list(found.shape)}"
                 )
             value.copy_(torch.zeros_like(found) if name in WRITES else found)
-    head.norm.weight.data.copy_(weights["model.norm.weight"] + family.norm_offset)
-    head.lm_head.weight.data.copy_(target.get_output_embeddings().weight.detach().float()[head.lm_head.ids])
+    head.norm.weight.data.copy_(target.tensors["model.norm.weight"].float() + family.norm_offset)
+    head.lm_head.weight.data.copy_(target.output[head.lm_head.ids])
     if early:
         nothing = torch.zeros(shape.hidden, len(early) * shape.hidden)
         head.reduce.load_state_dict({"weight": torch.cat([nothing, torch.eye(shape.hidden)], 1)})
-    embedding = target.get_input_embeddings().weight.detach().float()
-    head.fc.weight.data.copy_(best_guess(head, embedding, seen))
+    head.fc.weight.data.copy_(best_guess(head, target.embedding, seen))
     return head
 
 
@@ -106,10 +102,10 @@ def with_vocabulary(
     """
     vocabulary = choose_vocabulary(counts, special, size)
     made = FeatureHead(replace(head.shape, draft_vocab_size=size), vocabulary)
-    weights = head.state_dict()
-    rows = table.detach().float().clone()
-    rows[head.lm_head.ids] = weights["lm_head.weight"]
-    made.load_state_dict({**weights, "lm_head.weight": rows[made.lm_head.ids]})
+    weights, own, other = head.state_dict(), made.lm_head.ids, head.lm_head.ids
+    rows = table[own].float()
+    rows[torch.isin(own, other)] = weights["lm_head.weight"][torch.isin(other, own)]  # both ascend
+    made.load_state_dict({**weights, "lm_head.weight": rows})
     return made
 
 
@@ -117,8 +113,8 @@ def with_vocabulary(
 def best_guess(head: FeatureHead, embedding: Tensor, seen: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """[H, 2H]: the matrix M with least Σ |M [norm(e(x_s)); norm(f_{s−1})] − f_s / w|², w the last norm's weight.
 
-    f is the last hidden state, whose numbers are the last ones given. The norm gives f_s back from its argument. The ridge is
-    RIDGE of the mean square.
+    `embedding` [V, H] is of any float type. f is the last hidden state, whose numbers are the last ones given. The norm gives f_s
+    back from its argument. The ridge is RIDGE of the mean square.
     """
     width = 2 * head.shape.hidden_size
     square, product = torch.zeros(width, width), torch.zeros(width, head.shape.hidden_size)
@@ -126,7 +122,7 @@ def best_guess(head: FeatureHead, embedding: Tensor, seen: Iterable[tuple[Tensor
     size = head.shape.feature_size
     for tokens, *given in seen:
         before, at = (values[:, -size:] for values in given)
-        joined = torch.cat([head.embedding_norm(embedding[tokens]), head.feature_norm(before)], -1)
+        joined = torch.cat([head.embedding_norm(embedding[tokens].float()), head.feature_norm(before)], -1)
         square += joined.T @ joined
         product += joined.T @ (at / scale)
     ridge = RIDGE * square.diagonal().mean().clamp_min(1e-6)
@@ -134,11 +130,11 @@ def best_guess(head: FeatureHead, embedding: Tensor, seen: Iterable[tuple[Tensor
     return found
 
 
-def _of_layer(weights: dict[str, Tensor], layer: str, name: str) -> Tensor:
+def _of_layer(weights: Mapping[str, Tensor], layer: str, name: str) -> Tensor:
     """The target's tensor of that name in one of its layers."""
     for part in ("", "self_attn.", "mlp."):
         if f"{layer}{part}{name}" in weights:
-            return weights[f"{layer}{part}{name}"]
+            return weights[f"{layer}{part}{name}"].float()
     raise InputError(
         f"a head starts from layers of Llama's form, and the target has no {layer}*{name}; give drafter.kind model"
     )

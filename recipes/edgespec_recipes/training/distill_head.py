@@ -23,8 +23,9 @@ from edgespec.recipe.schema import DistillOptions, DrafterOptions
 from edgespec_recipes.data.mixing import FIXED, TARGET, Mixture, held_out, shares
 from edgespec_recipes.data.token_rows import Batch
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
-from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
+from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.models.start_head import start_head, with_vocabulary
+from edgespec_recipes.models.target_weights import TargetWeights
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.sharding import whole
@@ -204,9 +205,10 @@ def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer
         head = load_head(Path(drafter.checkpoint))
         if drafter.vocabulary in (None, head.shape.draft_vocab_size):
             return head
-        table = load_model(target).get_output_embeddings().weight
+        table = TargetWeights.stored(target).output
         return with_vocabulary(head, table, rows.counts, special, drafter.vocabulary)
-    return start_head(load_model(target), drafter, rows.counts, special, rows.steps_seen(FITTED), rows.layers)
+    weights = TargetWeights.stored(target)
+    return start_head(weights, drafter, rows.counts, special, rows.steps_seen(FITTED), rows.layers)
 
 
 class _SomeRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 from edgespec_recipes.data.mixing import FIXED, TARGET
-from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.models.loading import load_model, shape_of
 from edgespec_recipes.models.start_head import start_head, with_vocabulary
+from edgespec_recipes.models.target_weights import TargetWeights
 from edgespec_recipes.models.vocabulary import choose_vocabulary, covering
 from edgespec_recipes.training.distill_head import HeadObjective, unrolled
 from tiny_models import make_model_folder
 from torch.nn import functional
 
 from edgespec.core.errors import InputError
+from edgespec.core.families import family_named
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import early_layers
 from edgespec.planning.costs import body_weights
@@ -32,6 +35,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     folder: Path = make_model_folder(tmp_path_factory.mktemp("target") / "model")
     model: torch.nn.Module = load_model(folder)
     return model
+
+
+def weights_of(model: Any) -> TargetWeights:
+    return TargetWeights(model.state_dict(), shape_of(model), family_named(model.config.model_type))
 
 
 def seen_of(target: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -52,7 +59,7 @@ def seen_of(target: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor, t
 @pytest.mark.parametrize("layers", [1, 2])
 def test_plans_count_what_a_step_multiplies(target: torch.nn.Module, layers: int) -> None:
     options = DrafterOptions(kind="head", vocabulary=KEPT, layers=layers)
-    head = start_head(target, options, np.ones(512), [0], seen_of(target))
+    head = start_head(weights_of(target), options, np.ones(512), [0], seen_of(target))
     planned = derive(ModelShape.from_config(target.config.to_dict()), options)
     assert body_weights(planned) == head.shape.multiplications - KEPT * planned.hidden
     norms = 2 * planned.hidden * layers + 3 * planned.hidden
@@ -65,7 +72,9 @@ def test_plans_count_what_a_step_multiplies(target: torch.nn.Module, layers: int
 def test_the_first_guess_is_least_squares(target: torch.nn.Module) -> None:
     seen = seen_of(target)
     counts = np.arange(512)[::-1].copy()
-    head = start_head(target, DrafterOptions(kind="head", vocabulary=KEPT), counts, [0, 500], seen)
+    head = start_head(
+        weights_of(target), DrafterOptions(kind="head", vocabulary=KEPT), counts, [0, 500], seen
+    )
     assert 500 in head.vocabulary.ids
     assert len(head.vocabulary.ids) == KEPT
     for layer in head.layers:
@@ -84,6 +93,43 @@ def test_the_first_guess_is_least_squares(target: torch.nn.Module) -> None:
     torch.testing.assert_close(head.lm_head.weight, rows)
 
 
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype"),
+    [
+        ("llama", True, torch.float32),
+        ("llama", False, torch.float32),
+        ("qwen2", False, torch.bfloat16),
+        ("gemma2", True, torch.float16),
+    ],
+)
+def test_files_give_the_start_that_the_model_gives(
+    family: str, tied: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Bit for bit; and a vocabulary that is changed later."""
+    folder = make_model_folder(tmp_path / "model", family, tied=tied, dtype=dtype, layers=3)
+    model = load_model(folder)
+    seen, counts = seen_of(model), np.arange(512) % 97
+    options = DrafterOptions(kind="head", vocabulary=KEPT, layers=2)
+    read, made = (
+        start_head(target, options, counts, [0, 500], seen)
+        for target in (TargetWeights.stored(folder), weights_of(model))
+    )
+    assert read.shape == made.shape
+    others = (with_vocabulary(read, TargetWeights.stored(folder).output, counts, [1], 300),)
+    others += (with_vocabulary(made, model.get_output_embeddings().weight, counts, [1], 300),)
+    for one, other in ((read, made), others):
+        assert one.vocabulary.ids.tolist() == other.vocabulary.ids.tolist()
+        weights, wanted = one.state_dict(), other.state_dict()
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+def test_a_target_without_tables_of_llamas_names_is_refused(target: torch.nn.Module) -> None:
+    nameless = replace(weights_of(target), tensors={})
+    for table in ("embedding", "output"):
+        with pytest.raises(InputError, match=r"the target has no model\.embed_tokens\.weight; .* random"):
+            getattr(nameless, table)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_norms_that_are_stored_around_zero(family: str, tmp_path: Path) -> None:
@@ -92,7 +138,7 @@ def test_norms_that_are_stored_around_zero(family: str, tmp_path: Path) -> None:
     size, last = target.config.hidden_size, target.model.layers[-1]
     seen = [tuple(torch.arange(9) if part == 0 else torch.randn(9, size) for part in range(3))]
     options = DrafterOptions(kind="head", vocabulary=KEPT)
-    head = start_head(target, options, np.ones(target.config.vocab_size), [0], seen)  # type: ignore[arg-type]
+    head = start_head(weights_of(target), options, np.ones(target.config.vocab_size), [0], seen)  # type: ignore[arg-type]
     x = torch.randn(2, size)
     pairs = [
         (head.norm, target.model.norm),
@@ -109,7 +155,7 @@ def test_early_layers_start_without_a_say(target: torch.nn.Module) -> None:
     given = [(tokens, *(torch.cat([noise, part], -1) for part in parts)) for tokens, *parts in seen]
     counts = np.arange(512)
     last, three = (
-        start_head(target, options, counts, [0], texts, early)
+        start_head(weights_of(target), options, counts, [0], texts, early)
         for texts, early in ((seen, ()), (given, early_layers(2)))
     )
     tokens, before, _ = seen[0]
@@ -141,14 +187,18 @@ def test_tokens_that_are_always_kept_come_on_top() -> None:
 def test_a_head_has_room_for_the_tokens_that_are_always_kept(target: torch.nn.Module) -> None:
     counts = np.zeros(512, np.int64)
     counts[500:] = 100
-    head = start_head(target, DrafterOptions(kind="head"), counts, range(300), seen_of(target))
+    head = start_head(weights_of(target), DrafterOptions(kind="head"), counts, range(300), seen_of(target))
     assert set(head.vocabulary.ids.tolist()) >= {*range(300), *range(500, 512)} - {511}
 
 
 def test_more_layers_than_the_target_has_are_refused(target: torch.nn.Module) -> None:
     with pytest.raises(InputError, match=r"drafter\.layers is 9; the target has 2"):
         start_head(
-            target, DrafterOptions(kind="head", vocabulary=KEPT, layers=9), np.ones(512, np.int64), [], []
+            weights_of(target),
+            DrafterOptions(kind="head", vocabulary=KEPT, layers=9),
+            np.ones(512, np.int64),
+            [],
+            [],
         )
 
 
@@ -184,7 +234,7 @@ def test_a_trained_head_over_other_tokens(target: torch.nn.Module) -> None:
     vocab = target.config.vocab_size
     counts = np.arange(vocab)
     trained = start_head(
-        target, DrafterOptions(kind="head", vocabulary=KEPT), counts, [1, 2], seen_of(target)
+        weights_of(target), DrafterOptions(kind="head", vocabulary=KEPT), counts, [1, 2], seen_of(target)
     )
     with torch.no_grad():
         trained.lm_head.weight += 0.1 * torch.randn_like(trained.lm_head.weight)
