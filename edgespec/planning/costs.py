@@ -35,9 +35,10 @@ WHOLE = 4 * 2**30
 """Bytes of memory up to which the builder gets an int4 model whole; a larger one goes two layers at a time. Every slice starts it
 again (SmolLM2: 12 s in slices, 4 s whole)."""
 
-HELD_LAYERS = 4
-"""Layers that such a builder holds at most: two, and as much again of earlier slices that Python has not freed. Memory allocated,
-2 cores: 1.1B 2.95 GiB, 1.5B with large tables 2.82 GiB, 7B 4.2 GiB (these count as 2.96, 3.91 and 9.4 with the interpreter)."""
+HELD_LAYERS = 2
+"""Layers that such a builder holds at most, since each slice is freed before the next. Memory allocated at the peak, which is the
+first slice with the tables, on 2 cores: 1.1B 1.64 GiB, large tables (2 times 100,000 by 1,536) 2.76 GiB, 7B 4.19 GiB (these
+count as 2.23, 3.75 and 5.98 with the interpreter)."""
 
 
 def body_weights(shape: ModelShape) -> int:

@@ -67,13 +67,13 @@ def test_a_finished_text_is_read_again_in_torch() -> None:
 
 
 ENGINES = {"onnx": "onnxruntime", "gguf": "llama.cpp"}
-FOUR_LAYERS = replace(TARGET, layers=4).parameters
+TWO_LAYERS = replace(TARGET, layers=2).parameters
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "memory"),
     [
-        ("onnx", "int4", 9 * FOUR_LAYERS),
+        ("onnx", "int4", 9 * TWO_LAYERS),
         ("onnx", "int8", 9 * TARGET.parameters),
         ("gguf", "q8_0", 3 * 4 * TARGET.embedding_parameters),
     ],

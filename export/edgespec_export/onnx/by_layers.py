@@ -7,6 +7,7 @@ and the weights are those that the builder makes of the whole model; a test hold
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +99,7 @@ def export_by_layers(
             shutil.rmtree(source, ignore_errors=True)
             _write_slice(checkpoint, model_folder, config, source, first)
             export_onnx(source, made, PRECISION, hidden_states=hidden_states, log=log)
+            gc.collect()  # the builder's graph is in reference cycles and holds the slice's weights
             shutil.rmtree(source)
             bar.update(TEMPLATE_LAYERS if first + TEMPLATE_LAYERS <= shape.layers else 1)
             return made

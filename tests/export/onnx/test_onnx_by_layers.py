@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,6 +18,7 @@ from edgespec_export.verify.file_check import FileCheck, Passage
 from edgespec_export.verify.readback import gguf_weights, onnx_weights
 from edgespec_export.verify.streamed_check import check_streamed, streamed_logits
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
+from onnx_ir import Graph
 from safetensors.numpy import load_file, save_file
 from tiny_models import make_model_folder, torch_logits
 
@@ -58,6 +61,26 @@ def test_by_layers_is_the_same_as_whole(
         assert all((engine.features is not None) == hidden_states for engine in engines)
         if hidden_states:
             np.testing.assert_array_equal(engines[0].features, engines[1].features)
+
+
+def test_a_slice_is_freed_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builder's graph and its weights are in reference cycles, which may wait long for Python's collector."""
+    plain, left = by_layers.export_onnx, []
+
+    def watched(*given: Any, **named: Any) -> dict[str, Any]:
+        left.append(sum(issubclass(type(each), Graph) for each in gc.get_objects()))
+        return plain(*given, **named)
+
+    monkeypatch.setattr(by_layers, "export_onnx", watched)
+    model = make_model_folder(tmp_path / "model", layers=6)
+    gc.collect()
+    gc.disable()
+    try:
+        export_by_layers(model, tmp_path / "out")
+    finally:
+        gc.enable()
+    assert len(left) == 3
+    assert left[0] == left[1] == left[2]
 
 
 def test_large_models_go_by_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
