@@ -23,6 +23,7 @@ from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions
 from edgespec_recipes.models.loading import check_same_vocabulary, load_model
 from edgespec_recipes.models.subcloning import scaling_of, subclone
+from edgespec_recipes.models.target_weights import TargetWeights
 from edgespec_recipes.models.vocabulary import (
     Blocks,
     choose_vocabulary,
@@ -33,6 +34,8 @@ from edgespec_recipes.models.vocabulary import (
     token_counts,
 )
 from edgespec_recipes.parallel import processes
+
+BLOCK = 2**22  # weights of a table that are float64 at once: 32 MiB
 
 
 def checkpoint_shape(folder: Path, vocabulary: int | None = None, rows: int | None = None) -> DrafterShape:
@@ -99,7 +102,7 @@ def initial_drafter(
             target = load_model(target_folder).to(processes.device())
             model.load_state_dict(subclone(target, whole, text))
         elif options.init == "components":
-            _start_from_components(model, load_model(target_folder), token_counts(text, full))
+            _start_from_components(model, TargetWeights.stored(target_folder), token_counts(text, full))
     if is_cut and not is_restricted(model):
         counts = token_counts(text, full)
         special = special_tokens(tokenizer, target_folder)
@@ -137,35 +140,41 @@ def component_table(table: Tensor, width: int, counts: np.ndarray) -> Tensor:
     A small drafter of a large vocabulary is mostly tables, and tables learn slowly: a rare token's row moves when the token
     occurs. The target knows already which tokens are alike. The best `width` of its H directions keep the most of that.
 
-    counts: [V], how often each token occurs; one is added, so that no token is without weight. The rows' mean is left out. Raises
-    InputError where the table is narrower than `width`.
+    table: of any float type; `BLOCK` of its weights at a time become float64. counts: [V], how often each token occurs; one is
+    added, so that no token is without weight. The rows' mean is left out. Raises InputError where the table is narrower than
+    `width`.
     """
     if width > table.shape[1]:
         raise InputError(
             f"the drafter is {width} wide and the target {table.shape[1]}; principal components make tables narrower: "
             "give a smaller --drafter.hidden or --drafter.init random"
         )
-    rows = table.detach().to("cpu", torch.float64)
     weights = torch.from_numpy(counts.astype(np.float64) + 1.0)
     weights /= weights.sum()
-    centred = rows - weights @ rows
-    _, directions = torch.linalg.eigh(centred.T @ (weights[:, None] * centred))  # ascending
-    made: Tensor = centred @ directions[:, -width:].flip(1)
-    return made.float()
+    shares = torch.split(weights, max(1, BLOCK // table.shape[1]))
+    blocks = list(zip(torch.split(table.detach(), len(shares[0])), shares, strict=True))
+    mean = torch.stack([share @ rows.double() for rows, share in blocks]).sum(0)
+    spread = torch.zeros(len(mean), len(mean), dtype=torch.float64)
+    for rows, share in blocks:
+        centred = rows.double() - mean
+        spread += centred.T @ (share[:, None] * centred)
+    _, directions = torch.linalg.eigh(spread)  # ascending
+    main = directions[:, -width:].flip(1)
+    return torch.cat([((rows.double() - mean) @ main).float() for rows, _ in blocks])
 
 
-def _start_from_components(model: Any, target: Any, counts: np.ndarray) -> None:
+def _start_from_components(model: Any, target: TargetWeights, counts: np.ndarray) -> None:
     """Give a drafter of all the target's tokens the tables of its components, in place.
 
     They keep the spread of the drafter's random ones, which its layers are made for.
     """
-    pairs = [(model.get_input_embeddings(), target.get_input_embeddings())]
+    pairs = [(model.get_input_embeddings(), target.embedding)]
     if not model.config.tie_word_embeddings:
-        pairs.append((model.get_output_embeddings(), target.get_output_embeddings()))
+        pairs.append((model.get_output_embeddings(), target.output))
     with torch.no_grad():
         for mine, theirs in pairs:
-            made = component_table(theirs.weight, mine.weight.shape[1], counts)
-            mine.weight.copy_(made * (mine.weight.std() / made.std()))
+            made = component_table(theirs, mine.weight.shape[1], counts)
+            mine.weight.copy_(made.mul_(mine.weight.std() / made.std()))
 
 
 def _checkpoint(shape: DrafterShape, options: DrafterOptions, target_folder: Path, vocab_size: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from edgespec_recipes.models import initialise
 from edgespec_recipes.models.initialise import (
     checkpoint_shape,
     component_table,
@@ -387,6 +388,35 @@ def test_component_tables_are_the_best_of_their_width(target: Path) -> None:
     torch.testing.assert_close(torch.cdist(whole, whole), torch.cdist(table, table), rtol=1e-4, atol=1e-4)
     with pytest.raises(InputError, match="9 wide and the target 8"):
         component_table(table, 9, counts)
+
+
+def test_component_tables_are_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block is the plain formula, bit for bit; several differ in float64's last places."""
+    rng = np.random.default_rng(3)
+    table, counts = torch.from_numpy(rng.standard_normal((60, 8))).float(), rng.integers(0, 50, 60)
+    shares = torch.from_numpy((counts + 1.0) / (counts + 1.0).sum())
+    centred = table.double() - shares @ table.double()
+    directions = torch.linalg.eigh(centred.T @ (shares[:, None] * centred))[1]
+    whole = component_table(table, 3, counts)
+    assert torch.equal(whole, (centred @ directions[:, -3:].flip(1)).float())
+    monkeypatch.setattr(initialise, "BLOCK", 8 * 7)
+    torch.testing.assert_close(component_table(table, 3, counts), whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_components_come_from_the_targets_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, dtype: torch.dtype
+) -> None:
+    """Bit for bit what the tables of a loaded target give, and nothing is loaded."""
+    folder = make_model_folder(tmp_path / "target", tied=tied, dtype=dtype)
+    teacher, tokenizer, shape = load_model(folder), load_tokenizer(folder), shape_of(folder, **TINY)
+    monkeypatch.delattr(initialise, "load_model")
+    made = initial_drafter(shape, DrafterOptions(init="components"), folder, tokenizer, 0, TEXT)
+    random, counts = new_drafter(shape, tokenizer, 0), np.bincount(TEXT.ravel(), minlength=512)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        mine, theirs, before = (getattr(model, name)().weight.detach() for model in (made, teacher, random))
+        wanted = component_table(theirs, TINY["hidden"], counts)
+        assert torch.equal(mine, wanted * (before.std() / wanted.std()))
 
 
 @pytest.mark.parametrize("tied", [True, False])
