@@ -29,6 +29,8 @@ OUTPUT_BYTES = dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1"), 34 / 32)
 """Of a weight of the output head, where it is kept at another precision."""
 READING_HEAD_BYTES = 36 / 32
 """Of a weight of a drafter that is a head: always int8, with a float32 scale for 32 weights."""
+MEASURED_AT_ONCE = 1024
+"""Tokens of one pass of the target that a drafter is to be cut out of."""
 BUILDER = 9
 """Bytes of memory that ONNX Runtime's model builder was seen to take for a parameter."""
 WHOLE = 4 * 2**30
@@ -107,6 +109,12 @@ def passing_activation_bytes(shape: ModelShape, tokens: int, context: int) -> in
     """
     attention = 5 * shape.heads * shape.head_dim + context
     return FLOAT * tokens * (4 * shape.hidden + max(3 * shape.intermediate, attention))
+
+
+def cutting_bytes(target: ModelShape, drafter: ModelShape) -> int:
+    """Where a drafter is cut out of its target: that one in float32 as it runs, a drafter, and what is cut for it."""
+    passing = passing_activation_bytes(target, MEASURED_AT_ONCE, MEASURED_AT_ONCE)
+    return weight_bytes(target) + 2 * weight_bytes(drafter) + passing
 
 
 def cache_values(shape: ModelShape) -> int:

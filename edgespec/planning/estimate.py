@@ -353,7 +353,10 @@ def estimate(
     stages += first
     if recipe.pretrain.steps and not head:
         text = _id_bytes(drafter) * _steps_tokens(recipe.pretrain)
-        stages.append(_training("pretrain", recipe.pretrain, drafter, masked=False, disk=text))
+        cost = _training("pretrain", recipe.pretrain, drafter, masked=False, disk=text)
+        if recipe.drafter.init == "subclone":
+            cost = replace(cost, memory=max(cost.memory, costs.cutting_bytes(target, drafter)))
+        stages.append(cost)
     states = _states_bytes(recipe, target)
     again = head and recipe.drafter.features == THREE
     if head and not again:  # kept while the target writes

@@ -13,6 +13,7 @@ import torch
 from edgespec_recipes.generating import target_store
 from edgespec_recipes.generating.decoding import BatchDecoder, sample_responses
 from edgespec_recipes.losses import output_loss
+from edgespec_recipes.models import subcloning
 from edgespec_recipes.models.packing import packing_of
 from edgespec_recipes.stored import top_k
 from edgespec_recipes.training.objective import Objective
@@ -231,6 +232,7 @@ def test_flops_of_a_step_of_distillation(options: dict[str, Any]) -> None:
 def test_what_the_rooms_use_is_what_is_counted() -> None:
     assert output_loss.CHUNK == LOGITS
     assert target_store.PASS_TOKENS == STORED_AT_ONCE
+    assert subcloning.PASS_TOKENS == costs.MEASURED_AT_ONCE
     for vocabulary in (512, 2**16, 2**16 + 1):
         shape = replace(WIDE, vocab_size=vocabulary)
         assert top_k.record_type(8, vocabulary).itemsize == stored_position_bytes(shape, 8)
@@ -295,6 +297,18 @@ def test_what_costs_more() -> None:
     recipe = resolve({"target": "x", "distill": {"divergence": "tvd++", "micro_batch_size": 5}}, {})
     costs_of = {cost.stage: cost for cost in estimate(recipe, WIDE, PLAIN, processes=8)}
     assert costs_of["distill"].flops == whole.flops  # eight processes of five rows look at nothing ahead
+
+
+def test_a_drafter_is_cut_out_of_a_target_that_is_there() -> None:
+    """A large target takes more than the training does; a small one does not."""
+    deep = replace(WIDE, layers=400)
+    for target, more in ((WIDE, False), (deep, True)):
+        random, cut = (
+            stage("pretrain", resolve({"target": "x", "drafter": {"init": init}}, {}), target, PLAIN).memory
+            for init in ("random", "subclone")
+        )
+        assert (cut > random) == more
+    assert cut > costs.weight_bytes(deep)
 
 
 def test_sizes_in_words() -> None:

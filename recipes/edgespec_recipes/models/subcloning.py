@@ -121,15 +121,17 @@ def subclone(target: Any, shape: DrafterShape, blocks: Blocks) -> dict[str, Tens
     full = shape_of(target)
     check_cut(target.config.to_dict(), full, shape)
     seen = measure(target, blocks)
-    weights = {name: value.detach().float().cpu() for name, value in target.state_dict().items()}
+    weights = target.state_dict()
     dims = _largest(seen.residual, shape.hidden)
     tables = ("model.embed_tokens", "lm_head") if not shape.tied else ("model.embed_tokens",)
-    found = {f"{name}.weight": weights[f"{name}.weight"][:, dims] for name in tables}
-    found["model.norm.weight"] = weights["model.norm.weight"][dims] * seen.norm_ratio("norm", dims)
+    found = {f"{name}.weight": weights[f"{name}.weight"].cpu()[:, dims].float() for name in tables}
+    found["model.norm.weight"] = weights["model.norm.weight"].cpu()[dims].float() * seen.norm_ratio(
+        "norm", dims
+    )
     for index, source in enumerate(kept_layers(full.layers, shape.layers)):
         prefix = f"model.layers.{source}."
         own = [name for name in weights if name.startswith(prefix)]
-        layer = {name.removeprefix(prefix): weights[name] for name in own}
+        layer = {name.removeprefix(prefix): weights[name].float().cpu() for name in own}
         cut = _attention(layer, full, shape, dims, seen.heads[source])
         cut |= _ffn(layer, dims, _largest(seen.neurons[source], shape.intermediate))
         for name in ("input_layernorm", "post_attention_layernorm"):
