@@ -134,7 +134,7 @@ def _greet(chat: Chat) -> None:
         drafter += f", {options.drafter}"
     name = pair.manifest.target.name
     chat.view.note(f"{harmless(name)}: {pair.backend} {pair.precision}, {drafter}. /help lists the commands.")
-    if about := pair.about_context():
+    if about := pair.about_context(options.context):
         chat.view.note(about)
     if options.draft and options.colour:
         chat.view.legend()

@@ -103,10 +103,10 @@ class Pair:
         """The target, and the drafter where it is loaded."""
         return [self.target] if self.draft is None else [self.target, self.draft]
 
-    def about_context(self) -> str:
-        """That the context is shorter than the model's own, in words; '' where it is not."""
+    def about_context(self, asked: int | None) -> str:
+        """That the context is shorter than the model's own though nobody `asked` for that, in words; '' elsewhere."""
         here, own = self.target.engine.context_length, self.manifest.target.shape.get("context_length")
-        shorter = type(own) is int and here < own
+        shorter = asked is None and type(own) is int and own > USUAL_CONTEXT
         return f"texts of {here} tokens at most; the model knows {own} (--context)" if shorter else ""
 
     def close(self) -> None:

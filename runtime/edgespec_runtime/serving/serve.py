@@ -85,7 +85,7 @@ def run(given: dict[str, Any]) -> int:
         print(f"serving {service.name} at {server.url}/v1", flush=True)
         elsewhere = "; on another machine, with this machine's name for localhost"
         print(f"open {server.url}/ in a browser to chat{elsewhere * listener.is_everywhere}", flush=True)
-        if about := pair.about_context():
+        if about := pair.about_context(options.context):
             note(about)
         if caution := pair.measured_exactness().caution():
             note(caution)

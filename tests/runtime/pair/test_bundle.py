@@ -38,4 +38,4 @@ def test_the_context_is_the_models_own_up_to_a_bound(bundle: Path, monkeypatch: 
     for asked, seen, said in ((None, 64, words), (256, 256, ""), (1000, 256, "")):
         with closing(open_pair(bundle, LoadOptions(context=asked))) as pair:
             assert [model.engine.context_length for model in pair.models] == [seen, seen]
-            assert pair.about_context() == said
+            assert pair.about_context(asked) == said
