@@ -92,13 +92,17 @@ def test_a_float_file_gives_the_model_back(
     assert np.abs(float_logits(tmp_path / "m.gguf", TOKENS, monkeypatch) - ours.numpy()).max() < BOUND
 
 
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+
+
+@pytest.mark.usefixtures("empty_cache")
 def test_too_little_room_for_the_weights_is_said_before_they_are_written(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage, size = (
-        shutil.disk_usage("/"),
-        sum(one.nbytes for one in weights_of(tiny.parent / "source").values()),
-    )
+    usage = shutil.disk_usage("/")
+    size = sum(one.nbytes for one in weights_of(tiny.parent / "source").values())
     monkeypatch.setattr(free_space.shutil, "disk_usage", lambda _: usage._replace(free=size - 1))
     with pytest.raises(
         NoRoom, match=r"expanded weights of .*tiny.gguf needs .* Try EDGESPEC_HOME on another disk$"
@@ -109,6 +113,7 @@ def test_too_little_room_for_the_weights_is_said_before_they_are_written(
     assert folder_of(tiny).is_dir()
 
 
+@pytest.mark.usefixtures("empty_cache")
 def test_a_disk_that_is_full_at_the_last_bytes_is_noticed(tiny: Path) -> None:
     whole = (folder_of(tiny) / SINGLE).stat().st_size
     shutil.rmtree(cache_folder() / "targets")
