@@ -29,6 +29,8 @@ OUTPUT_BYTES = dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1"), 34 / 32)
 """Of a weight of the output head, where it is kept at another precision."""
 READING_HEAD_BYTES = 36 / 32
 """Of a weight of a drafter that is a head: always int8, with a float32 scale for 32 weights."""
+PROMPT_TOKENS = 128
+"""Assumed length of a prompt with its chat template."""
 MEASURED_AT_ONCE = 1024
 """Tokens of one pass of the target that a drafter is to be cut out of."""
 BUILDER = 9

@@ -43,8 +43,7 @@ from edgespec.recipe.schema import (
 from edgespec.recipe.shipped import made_target
 from edgespec.recipe.targets import TINY_CHAT, shape_of_target
 
-PROMPT_TOKENS = 128
-"""Assumed length of a prompt with its chat template."""
+PROMPT_TOKENS = costs.PROMPT_TOKENS
 LOGITS = 2**21
 """Logits that exist at once in a loss."""
 LOGIT_COPIES = 11

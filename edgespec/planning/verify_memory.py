@@ -12,8 +12,8 @@ from edgespec.planning import costs
 from edgespec.planning.devices_fit import FLOATS, LOADED, STATIC_GRAPHS, floats_bytes
 from edgespec.recipe.devices import ONNXRUNTIME, STATIC
 
-PROMPT, REPLY = 128, 64
-"""Tokens of a prompt that are compared, and of a reply."""
+REPLY_TOKENS = 64
+"""Tokens of a reply, as replies.py in export has them."""
 TABLES, LAYERS = 4, 3
 """Float copies of the vocabulary's table and of a layer while a file is read back: packed, expanded, turned, in torch."""
 
@@ -39,7 +39,7 @@ def whole_bytes(target: ModelShape, prompts: int, opened: int) -> int:
 def streamed_bytes(target: ModelShape, prompts: int, replies: int, opened: int) -> int:
     """One layer and the tables, beside a file that runs: that one writes the replies which the model reads."""
     read = TABLES * target.embedding_parameters + LAYERS * target.layer_parameters
-    kept = REPLY * replies * target.vocab_size
+    kept = REPLY_TOKENS * replies * target.vocab_size
     return costs.FLOAT * (read + kept) + opened + _logits_bytes(target, prompts)
 
 
@@ -59,4 +59,4 @@ def _opened(target: ModelShape, engine: str, precision: str) -> int:
 def _logits_bytes(target: ModelShape, prompts: int) -> int:
     """Those of both in torch and of the file in its engine, and three times those of the one prompt that the file reads in other
     passes."""
-    return costs.FLOAT * target.vocab_size * PROMPT * (3 * prompts + 3)
+    return costs.FLOAT * target.vocab_size * costs.PROMPT_TOKENS * (3 * prompts + 3)
