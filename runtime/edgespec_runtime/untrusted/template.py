@@ -78,6 +78,8 @@ class _Metered(NodeTransformer):
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
+        if getattr(node, "with_context", False) or getattr(node, "scoped", False):
+            raise TemplateLimit("an include or block with a context is compiled with every name before it")
         if isinstance(node, nodes.For):
             node.body = [_step(node), *node.body]
             node.iter = _call("metered_value", node.iter)
