@@ -20,6 +20,7 @@ _HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if ch
 _HARMFUL[ord("\r")] = ""  # Windows ends its lines with it
 _AROUND = 20  # characters shown on both sides
 MOST_BRACKETS = 500  # of a YAML file that people write by hand
+LONGEST_NUMBER = 100  # characters of one there
 
 
 def unwritable(value: Any) -> str:
@@ -56,9 +57,9 @@ def _inside(where: str, value: Any) -> Iterator[tuple[str, Any]]:
 def parse_yaml(data: bytes, where: str) -> Any:
     """YAML that people write by hand, of plain types. Raises InputError naming `where`.
 
-    Two things that would fill memory or take hours are refused: aliases (ten short lines of them can stand for a value of ten
-    thousand million items), and many brackets (PyYAML takes seconds for a thousand within each other). So is a key that stands
-    twice, of which PyYAML would keep the last one without a word.
+    What would fill memory or take hours is refused: aliases (ten short lines of them can stand for a value of ten thousand
+    million items), many brackets (PyYAML takes seconds for a thousand within each other), and long numbers (it reads 1:2:3 in
+    base 60, in a time that grows with the square). So is a key that stands twice, of which PyYAML would keep the last one.
     """
     import yaml  # only now: --help does not wait for it
 
@@ -71,7 +72,7 @@ def parse_yaml(data: bytes, where: str) -> Any:
         loader = yaml.SafeLoader(text)
         if (node := loader.get_single_node()) is None:
             return None
-        _check_keys(node, where)
+        _check_nodes(node, where)
         return loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
@@ -81,17 +82,22 @@ def parse_yaml(data: bytes, where: str) -> Any:
         ) from error
 
 
-def _check_keys(root: Any, where: str) -> None:
-    """Raise InputError where a mapping of a YAML document has a key twice."""
+def _check_nodes(root: Any, where: str) -> None:
+    """Raise InputError where a mapping of a YAML document has a key twice, or a number is long."""
     nodes = [root]
     for node in nodes:  # which grows: as deep as the document
+        if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
+            raise InputError(
+                f"{where} has a number of {len(node.value):,} characters in line {node.start_mark.line + 1}; at most "
+                f"{LONGEST_NUMBER} are read"
+            )
         if node.id == "sequence":
             nodes += node.value
         if node.id != "mapping":
             continue
         lines: dict[str, int] = {}
         for key, value in node.value:
-            nodes.append(value)
+            nodes += key, value
             if key.id != "scalar":  # PyYAML refuses it
                 continue
             line = key.start_mark.line + 1

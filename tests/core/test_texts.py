@@ -199,7 +199,28 @@ def test_a_key_of_yaml_stands_once(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# nothing", "3", "a: {x: 1}\nb: {x: 1}\nc: [{x: 1}, {x: 1}]", "<<: {a: 1}\na: 2"]
+    "number", ["1" + ":1" * 50, "0x" + "f" * 99, "1" + ":1" * 48 + ":1.5", "!!int 1" + "0" * 100]
+)
+@pytest.mark.parametrize("form", ["a: 1\nb: {}", "{}: 1", "b: [1, {}]"])
+def test_a_long_number_of_yaml_is_refused(number: str, form: str) -> None:
+    """PyYAML took half a minute for one in base 60 in a file of 400 kB, and Python prints no number of 5,000 digits."""
+    with pytest.raises(
+        InputError, match=r"f has a number of 10\d characters in line \d; at most 100 are read"
+    ):
+        parse_yaml(form.format(number).encode(), "f")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# nothing",
+        "3",
+        "a: " + "9" * 100,
+        "a: '" + "9" * 200 + "'",
+        "a: {x: 1}\nb: {x: 1}\nc: [{x: 1}, {x: 1}]",
+        "<<: {a: 1}\na: 2",
+    ],
 )
 def test_other_yaml_is_what_pyyaml_reads(text: str) -> None:
     assert parse_yaml(text.encode(), "f") == yaml.safe_load(text)
