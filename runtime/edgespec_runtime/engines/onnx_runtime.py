@@ -183,7 +183,7 @@ def open_session(graph: Path, threads: int, *entries: tuple[str, str]) -> ort.In
     """A graph on the processor; `entries`: of the session's configuration."""
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # none: its log prints a stranger's names as they are
     for name, value in entries:
         options.add_session_config_entry(name, value)
     return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])

@@ -245,6 +245,9 @@ class _Header:
                     f"has {name!r} of {tensor.size} bytes at {tensor.start}",
                     f"an end within its {len(self.data)} bytes",
                 )
+        if (total := sum(tensor.size for tensor in found.values())) > len(self.data) - start:
+            # a model folder of it would be larger without bound
+            raise self._refuse(f"has {total} bytes of tensors from byte {start} on", "a place for each")
         return found
 
     def _count(self, width: int, what: str, most: int, least: int = 0) -> int:

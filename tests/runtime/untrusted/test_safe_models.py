@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from altered_bundle import LLAMACPP, ONNX, OPTIONS, change, refused, secret
+from edgespec_runtime.engines.onnx_runtime import open_session
 from edgespec_runtime.pair.bundle import open_pair
 from edgespec_runtime.untrusted.gguf_config import read_model
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
@@ -144,6 +145,23 @@ def test_a_head_size_that_lies_is_noticed_by_the_first_pass(copy: Path) -> None:
         pair.target.engine.forward([1, 2, 3])
 
 
+def test_names_in_a_graph_that_fails_do_not_reach_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """ONNX Runtime's own log would print them as they are."""
+    whole, number = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+    tensors = [onnx.helper.make_tensor_value_info(name, number, [name]) for name in "xy"]
+    node = onnx.helper.make_node("Reshape", ["x", "s"], ["y"], name="\x1b]0;a title\x07")
+    shape = onnx.helper.make_tensor("s", whole, [1], [7])
+    made = onnx.helper.make_graph([node], "g", tensors[:1], tensors[1:], [shape])
+    model = onnx.helper.make_model(made, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, tmp_path / "model.onnx")
+    session = open_session(tmp_path / "model.onnx", 1)
+    with pytest.raises(Exception, match="a title"):
+        session.run(None, {"x": np.zeros(3, np.float32)})
+    assert capfd.readouterr() == ("", "")
+
+
 # GGUF
 
 
@@ -190,6 +208,10 @@ KIND = [struct.pack("<I", kind) for kind in range(13)]
         (header("t", KIND[1], 4, KIND[0], 2**40, tensors=1), "an end within its"),
         (header("t", KIND[2], 2**39, 2**39, KIND[0], 0, tensors=1), "an end within its"),
         (header("x" * 64, tensors=1), "bytes in a tensor's name"),
+        (
+            header("t", KIND[1], 14, KIND[0], 0, "u", KIND[1], 14, KIND[0], 0, tensors=2),
+            "has 112 bytes of tensors from byte 96 on",
+        ),
     ],
 )
 @pytest.mark.llamacpp
