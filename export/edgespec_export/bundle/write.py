@@ -10,7 +10,8 @@ from typing import Any
 from edgespec_runtime.engines.exactness import FAST
 from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, write_vocabulary
 from edgespec_runtime.pair.bundle import usual_mode
-from edgespec_runtime.text.same_tokens import check_same_ids, check_same_pieces, read_tokenizer, subset_of
+from edgespec_runtime.text.same_tokens import check_same_ids, check_same_pieces, subset_of
+from edgespec_runtime.text.tokenizer import read_tokenizer
 
 from edgespec.core import __version__
 from edgespec.core.errors import InputError
@@ -231,7 +232,8 @@ def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabular
             f"{drafter_folder / VOCABULARY} lists {len(subset.ids)} of {subset.target_vocab_size} tokens; the target has "
             f"{target} and the drafter {drafter} rows instead of {subset.rows}: make the drafter for this target"
         )
-    both, what = {folder: read_tokenizer(folder) for folder in folders}, "the target and the drafter"
+    what = "the target and the drafter"
+    both = {folder: read_tokenizer(folder / "tokenizer.json", InputError) for folder in folders}
     check_same_ids(both, what)
     # a GGUF file says what splits its text in other words than a tokenizer.json does
     if not any(map(own_file, folders)):

@@ -13,31 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from edgespec_runtime.engines.llamacpp import load_library
-from edgespec_runtime.text.tokenizer import MAX_TOKENIZER_BYTES
+from edgespec_runtime.text.tokenizer import read_tokenizer
 from edgespec_runtime.untrusted.gguf_file import read_header
-from tokenizers import Tokenizer
 
 from edgespec.core.errors import BundleError, InputError
-from edgespec.core.files import read_bounded
 from edgespec.model_folder.chat_template import read_chat_template
 
 
 class JsonTokenizer:
     """A tokenizer.json in the tokenizers library; `text`: its content, else the file's. Raises BundleError for what is none."""
 
-    def __init__(self, path: Path, text: str | None = None) -> None:
-        if text is None:
-            data = read_bounded(path, error=BundleError, limit=MAX_TOKENIZER_BYTES)
-            text = data.decode("utf-8", "replace")
-        try:
-            self.special, self.plain = Tokenizer.from_str(text), Tokenizer.from_str(text)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library's panics are no Exception
-            raise BundleError(f"{path} is not a readable tokenizer: {str(error)[:300]}") from error
-        for tokenizer in (self.special, self.plain):
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
+    def __init__(self, path: Path, text: str = "") -> None:
+        self.special, self.plain = (read_tokenizer(path, text=text) for _ in range(2))
         self.plain.encode_special_tokens = True
 
     def encode(self, text: str, *, special: bool) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from edgespec_runtime.engines.vocabulary import VOCABULARY, vocabulary_of, write_vocabulary
 from edgespec_runtime.text.same_tokens import check_same_ids
+from edgespec_runtime.text.tokenizer import read_tokenizer
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -56,6 +57,8 @@ def check_model_folder(folder: Path) -> ModelShape:
     shape = check_model(folder)
     check_chat(folder)
     check_class(folder)
+    if (file := folder / "tokenizer.json").is_file():
+        read_tokenizer(file, InputError)  # one that would never end is refused before transformers reads it
     tokenizer = load_tokenizer(folder)
     # an added token that no chat has needs no row: that of Gemma 3 for pictures has none
     added = tokenizer.get_added_vocab()

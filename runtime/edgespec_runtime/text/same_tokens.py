@@ -16,25 +16,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_bounded
 from edgespec.model_folder.head import shape_of_drafter
 from edgespec_runtime.engines.vocabulary import Vocabulary, vocabulary_of
-from edgespec_runtime.text.tokenizer import MAX_TOKENIZER_BYTES
+from edgespec_runtime.text.tokenizer import read_tokenizer
 
 # of a tokenizer's model: which pieces there are, and what bytes one stands for
 _MODEL = ("type", "merges", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
-
-
-def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer.json of a model folder. Raises InputError."""
-    path = folder / "tokenizer.json"
-    data = read_bounded(path, error=InputError, limit=MAX_TOKENIZER_BYTES)
-    try:
-        return Tokenizer.from_str(data.decode("utf-8"))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library's panics are no Exception
-        raise InputError(f"{path} is not a readable tokenizer: {str(error)[:300]}") from error
 
 
 def check_same_ids(both: Mapping[Path, Tokenizer], what: str) -> None:
@@ -85,7 +72,7 @@ def subset_of(target_folder: Path, drafter_folder: Path) -> Vocabulary | None:
     target, rows = (shape_of_drafter(folder).vocab_size for folder in (target_folder, drafter_folder))
     if target == rows:
         return None
-    tokens = max(_texts(read_tokenizer(drafter_folder)), default=0) + 1
+    tokens = max(_texts(read_tokenizer(drafter_folder / "tokenizer.json", InputError)), default=0) + 1
     known = max(1, min(tokens, rows - 1, target))
     return Vocabulary(target, np.arange(known), rows - known - 1)
 

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from edgespec.core.errors import BundleError, InputError
+from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.files import read_bounded, read_json
 from edgespec.core.manifest import AGAIN, MAX_VOCAB_SIZE
 from edgespec.model_folder.chat_template import chat_template_of
@@ -33,6 +33,23 @@ TAIL = 32  # last ids of a prompt, among which a whole character is looked for
 Message = dict[str, str]
 
 
+def read_tokenizer(path: Path, error: type[EdgespecError] = BundleError, text: str = "") -> Tokenizer:
+    """A tokenizer.json; `text`: its content, else the file's. Raises `error` for what is none, or would never end."""
+    data = text.encode() or read_bounded(path, error=error, limit=MAX_TOKENIZER_BYTES)
+    try:
+        check_growth(json.loads(data), path, error)
+        tokenizer = Tokenizer.from_str(data.decode("utf-8"))
+    except (KeyboardInterrupt, SystemExit, EdgespecError):
+        raise
+    # the tokenizers library raises bare Exception, and its panics are none at all
+    except BaseException as seen:
+        raise error(f"{path} is not a readable tokenizer: {str(seen)[:300]}") from seen
+    # what a file says of these was left behind by a call in training
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 class ChatTokenizer:
     """The tokenizer folder of a bundle: tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json.
 
@@ -41,19 +58,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        data = read_bounded(path, error=BundleError, limit=MAX_TOKENIZER_BYTES)
-        try:
-            check_growth(json.loads(data), path)
-            self._tokenizer = Tokenizer.from_str(data.decode("utf-8"))
-            # what a file says of these was left behind by a call in training
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-        except (KeyboardInterrupt, SystemExit, BundleError):
-            raise
-        # the tokenizers library raises bare Exception, and its panics are none at all
-        except BaseException as error:
-            raise BundleError(f"{path} is not a readable tokenizer: {str(error)[:300]}") from error
+        self._tokenizer = read_tokenizer(folder / "tokenizer.json")
         config = _object(folder / "tokenizer_config.json")
         template = chat_template_of(folder, config, error=BundleError)
         if not template:

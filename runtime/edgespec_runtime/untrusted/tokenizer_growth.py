@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import BundleError
+from edgespec.core.errors import BundleError, EdgespecError
 from edgespec.core.manifest import AGAIN
 
 MOST_STEPS = 16
@@ -20,12 +20,12 @@ MOST_GROWTH = 1000
 _BY_TYPE = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 2, "ByteLevel": 4}
 
 
-def check_growth(spec: dict[str, Any], path: Path) -> None:
-    """Raises BundleError for a part of many steps, or one that makes a text much longer; ValueError for one that is none."""
+def check_growth(spec: dict[str, Any], path: Path, error: type[EdgespecError] = BundleError) -> None:
+    """Raises `error` for a part of many steps, or one that makes a text much longer; ValueError for one that is none."""
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         steps = [] if spec.get(part) is None else list(_steps(spec[part]))
         if len(steps) > MOST_STEPS or math.prod(map(_growth, steps)) > MOST_GROWTH:
-            raise BundleError(
+            raise error(
                 f"{path} has a {part} of {len(steps)} steps that can make a text very long; at most {MOST_STEPS} steps, and "
                 f"{MOST_GROWTH} characters of one, are wanted: {AGAIN}"
             )

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime.text.same_tokens import check_same_ids, check_same_pieces, read_tokenizer, subset_of
+from edgespec_runtime.text.same_tokens import check_same_ids, check_same_pieces, subset_of
+from edgespec_runtime.text.tokenizer import read_tokenizer
 from other_rows import in_older_form
 from tiny_models import byte_level_tokenizer, tokenizer_folder
 
@@ -35,7 +36,7 @@ def change(folder: Path, how: Callable[[Spec], None]) -> None:
 
 
 def check(one: Path, other: Path) -> None:
-    both = {folder: read_tokenizer(folder) for folder in (one, other)}
+    both = {folder: read_tokenizer(folder / "tokenizer.json") for folder in (one, other)}
     check_same_ids(both, "these")
     check_same_pieces(both, "these")
 
@@ -117,10 +118,10 @@ def test_a_token_of_the_model_that_only_one_has(one: Path, tmp_path: Path) -> No
 def test_a_file_that_is_no_tokenizer(one: Path) -> None:
     (one / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer\.json is not a readable tokenizer"):
-        read_tokenizer(one)
+        read_tokenizer(one / "tokenizer.json", InputError)
     (one / "tokenizer.json").unlink()
     with pytest.raises(InputError, match=r"tokenizer\.json is missing"):
-        read_tokenizer(one)
+        read_tokenizer(one / "tokenizer.json", InputError)
 
 
 @pytest.mark.parametrize(
