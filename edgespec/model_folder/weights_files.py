@@ -194,6 +194,6 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], int, int
     if isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in wanted.items()):
         shape, offsets = entry["shape"], entry["data_offsets"]
         numbers = all(type(number) is int and 0 <= number < 2**62 for number in [*shape, *offsets])
-        if numbers and len(offsets) == 2 and offsets[0] <= offsets[1]:
+        if numbers and len(shape) <= 64 and len(offsets) == 2 and offsets[0] <= offsets[1]:
             return tuple(shape), offsets[0], offsets[1]
     raise InputError(f"{path}: the header's entry of {name[:200]} is {str(entry)[:200]}; {AGAIN}")

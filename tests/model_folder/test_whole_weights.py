@@ -148,12 +148,22 @@ def test_a_tensor_that_is_not_there(target: Path, tmp_path: Path, name: str, wor
         {"dtype": "F32", "shape": [2, 2.5], "data_offsets": [0, 16]},
         {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 16]},
         {"dtype": "F32", "shape": [2**61, 2**61], "data_offsets": [0, 16]},
+        {"dtype": "X", "shape": [2] * 65, "data_offsets": [0, 16]},  # 100,000 large ones multiply for minutes
     ],
 )
 def test_headers_that_lie(target: Path, tmp_path: Path, entry: Any) -> None:
     folder = rewritten(copied(target, tmp_path / "model"), lambda header: header.update(liar=entry))
     with pytest.raises(InputError, match="liar"):
         read_header(folder / "model.safetensors")
+
+
+def test_a_tokenizer_that_would_never_end_does_not_reach_transformers(target: Path, tmp_path: Path) -> None:
+    folder = copied(target, tmp_path / "model")
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}
+    spec["normalizer"] = {"type": "Sequence", "normalizers": [step] * 16}
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    assert "has a normalizer of 17 steps that can make a text very long" in problem(folder)
 
 
 def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
