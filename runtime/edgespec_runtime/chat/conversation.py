@@ -8,6 +8,7 @@ than the context is kept whole; the prompt leaves its oldest turns out.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from edgespec.core.errors import InputError
@@ -89,17 +90,21 @@ class Conversation:
         """
         check_size(self._tokenizer, "the system prompt", [self._system], room)
         check_size(self._tokenizer, "the message", [text], room)
-        shown = self.messages[self._first :]
-        length = sum(len(message["content"]) for message in shown)
+        first = self._first
+        sizes = [LIKELY + len(message["content"]) for message in self.messages]  # one is a token at least
+        length = sum(sizes[first:])
         # rendering and reading thousands of turns at each try would take an hour
         while length > LIKELY * room:
-            length -= sum(len(message["content"]) for message in shown[:2])
-            shown = shown[2:]
-        first = len(self.messages) - len(shown)
+            length -= sum(sizes[first : first + 2])
+            first += 2
+        shown = self.messages[first:]
         prompt = self.prompt(text) if first == self._first else self._encoded(shown, text)
-        most = room if len(prompt) <= room else KEPT * room
-        while len(prompt) > most and shown:
-            shown = shown[2:]
+        if len(prompt) > room:
+            tries = range(1, len(shown) // 2 + 1)
+            left = bisect_left(
+                tries, True, key=lambda turns: len(self._encoded(shown[2 * turns :], text)) <= KEPT * room
+            )
+            shown = shown[2 * (left + 1) :]
             prompt = self._encoded(shown, text)
         if len(prompt) > room:
             alone = len(self._encoded([], "")) if self._system else 0

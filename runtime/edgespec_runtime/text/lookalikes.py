@@ -102,8 +102,7 @@ class Lookalikes:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         tokenizer, names, ids = self._renamed
         text = self._pattern.sub(lambda match: names[match.group()], text)
-        for character, spelt in hidden.items():
-            text = text.replace(character, spelt)
+        text = text.translate({ord(character): spelt for character, spelt in hidden.items()})
         return [ids.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
 
     def _suspicious(self, text: str) -> bool:

@@ -293,6 +293,23 @@ def test_a_full_context_is_read_again_once_in_many_turns(tokenizer: ChatTokenize
     assert 1 < anew < 12
 
 
+def test_a_chat_of_thousands_of_short_turns_is_read_few_times(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file of a stranger may have; were its oldest turns tried one by one, /load would be followed by hours of silence."""
+    conversation, read = Conversation(tokenizer), list[int]()
+    conversation.reset(
+        [{"role": role, "content": "a"} for _ in range(2000) for role in ("user", "assistant")]
+    )
+    encode = tokenizer.encode_chat
+    monkeypatch.setattr(tokenizer, "encode_chat", lambda chat: read.append(len(chat)) or encode(chat))
+    prompt, left_out = conversation.fit("last", 500)
+    one_more = [*conversation.messages[2 * left_out - 2 :], {"role": "user", "content": "last"}]
+    assert len(prompt) <= KEPT * 500 < len(encode(one_more))
+    assert len(read) < 12
+    assert max(read) <= 501
+
+
 def test_turns_that_are_taken_back_bring_back_those_that_were_left_out(tokenizer: ChatTokenizer) -> None:
     conversation = Conversation(tokenizer)
     answered(conversation, tokenizer, range(10))
