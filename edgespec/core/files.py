@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
 import sys
@@ -228,7 +229,8 @@ def whole_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def _temporary(path: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
     """A sibling name of what becomes `path` behind the body. `remove` takes away what is left there, also by a killed run."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # nobody who writes to the folder too can have put a link there
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for stale in path.parent.glob(f".{path.name}.*.tmp"):

@@ -19,7 +19,7 @@ from glob import escape
 from pathlib import Path
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import writing
+from edgespec.core.files import read_json, writing
 from edgespec.core.output import note
 
 LOCK = ".in-use.json"
@@ -139,7 +139,7 @@ def _lock(file: int) -> None:
 def _holder(file: Path) -> str:
     """Who holds a lock, as far as it says."""
     try:
-        about = json.loads(file.read_text(encoding="utf-8"))
+        about = read_json(file, limit=2**16)
         return f"process {about['pid']} on {about['host']} since {about['since']} ({about['command'][:200]})"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (InputError, KeyError, TypeError):
         return "another process"

@@ -21,6 +21,7 @@ from edgespec.core.files import (
     scratch_beside,
     sha256_file,
     shares_blocks,
+    whole_file,
     whole_folder,
     write_bytes,
     write_json,
@@ -85,6 +86,16 @@ def test_what_a_killed_run_left_is_swept_and_what_another_writes_is_not(tmp_path
         path.touch()
     write_bytes(file, b"mine")
     assert sorted(tmp_path.iterdir()) == sorted([file, theirs])
+
+
+def test_nobody_can_put_a_link_where_a_file_will_be_written(tmp_path: Path) -> None:
+    """Who shares the folder and knew the name would choose which of our files is overwritten."""
+    names = set()
+    for _ in range(2):
+        with whole_file(tmp_path / "a.json") as temporary:
+            temporary.touch()
+            names.add(temporary.name)
+    assert len(names) == 2
 
 
 def test_a_scratch_folder_vanishes_with_what_killed_runs_left(tmp_path: Path) -> None:

@@ -120,3 +120,14 @@ def test_every_verb_that_fills_a_folder_holds_it(
         assert f"is in use by process {holder.pid}" in errors
         assert len(errors.splitlines()) == 1
     assert is_empty(tmp_path / "out")
+
+
+def test_who_shares_a_folder_cannot_have_a_huge_lock_read(tmp_path: Path) -> None:
+    with held(tmp_path, "edgespec other"):
+        with open(tmp_path / LOCK, "ab") as stream:
+            stream.write(b" " * 2**16)
+        with (
+            pytest.raises(InputError, match="is in use by another process"),
+            held(tmp_path, "edgespec third"),
+        ):
+            pass

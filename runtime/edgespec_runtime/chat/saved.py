@@ -32,10 +32,11 @@ def state_folder() -> Path:
     """Where chats and what was typed in them are kept, for this user's eyes alone; made if absent. Raises InputError."""
     folder = cache_folder() / "chat"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # refused where another user made it, who could read what is kept
     except OSError as error:
         raise InputError(
-            f"{folder} cannot be made: {error.strerror}; set EDGESPEC_HOME to another folder"
+            f"{folder} cannot be made for you alone: {error.strerror}; set EDGESPEC_HOME to another folder"
         ) from error
     return folder
 

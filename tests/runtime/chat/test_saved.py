@@ -60,6 +60,16 @@ def test_the_last_chat_of_a_bundle_is_found_again_wherever_the_bundle_lies(
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def test_a_folder_of_chats_that_others_may_read_becomes_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who shares a cache folder can have made it before; where it is not ours, it cannot be made so and no chat is kept."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    folder = state_folder()
+    folder.chmod(0o777)
+    assert stat.S_IMODE(state_folder().stat().st_mode) == 0o700
+
+
 def changed(manifest: Manifest, *names: str) -> Manifest:
     """With other bytes in these files."""
     return replace(manifest, files={**manifest.files, **{name: BundleFile("0" * 64, 1) for name in names}})
