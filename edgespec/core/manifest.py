@@ -150,15 +150,15 @@ class Manifest:
         return name in self.files or any(listed.startswith(name + "/") for listed in self.files)
 
     def check_folder(self, name: str) -> None:
-        """Raise BundleError where a folder of the bundle holds what the manifest does not list.
+        """Raise BundleError where a folder of the bundle holds, at any depth, what the manifest does not list.
 
         Names that begin with a dot are let be: file managers leave them, and nothing of ours opens one.
         """
         assert self.folder is not None
         folder = self.folder / name
-        for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-            inside = f"{name}/{path.name}"
-            if not self.lists(inside) and not path.name.startswith("."):
+        for path in sorted(folder.rglob("*")):
+            inside = path.relative_to(folder).as_posix()
+            if "/." not in f"/{inside}" and not self.lists(f"{name}/{inside}"):
                 raise BundleError(f"{path!s} is not among the manifest's files; delete it, or {AGAIN}")
 
     def pairs(self) -> list[tuple[str, str]]:

@@ -127,7 +127,10 @@ def test_pipes_and_devices_are_not_waited_for(copy: Path, name: str) -> None:
 
 
 def test_a_file_that_is_not_listed_is_refused_where_a_loader_could_open_it(copy: Path) -> None:
-    for name in ("tokenizer/added.json", f"{ONNX}/model.onnx.more"):
+    more = "tokenizer/additional_chat_templates"
+    (copy / more).mkdir()
+    change(copy, f"{more}/listed.jinja", "")
+    for name in ("tokenizer/added.json", f"{more}/default.jinja", f"{ONNX}/model.onnx.more"):
         (copy / name).write_text("{}")
         refused(copy, "is not among the manifest's files; delete it")
         (copy / name).unlink()
