@@ -13,6 +13,7 @@ from edgespec.core.errors import InputError
 from edgespec_recipes.data.sources import Numbered
 
 ROLES = {"prompter": "user", "assistant": "assistant"}
+MOST_TURNS = 1000  # every answered one makes a conversation with all before it
 _ANSWERED_BY = {"prompter": "assistant", "assistant": "prompter"}
 
 Tree = dict[str, Any]
@@ -66,6 +67,8 @@ def best_path(tree: Tree, where: str) -> list[Message]:
     while nodes := [node for node in nodes if node["role"] == role and not node.get("deleted")]:
         best = min(nodes, key=_place)
         turns.append({"role": ROLES[role], "content": best["text"]})
+        if len(turns) > MOST_TURNS:
+            raise InputError(f"{where} begins a path of more than {MOST_TURNS:,} messages; cut it")
         role = _ANSWERED_BY[role]
         replies = best.get("replies") or []
         if not isinstance(replies, list):

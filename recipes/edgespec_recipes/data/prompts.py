@@ -6,6 +6,7 @@ A source is an instruction set in any form instructions.py knows; of prompts als
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -100,10 +101,8 @@ def lookalikes_of(tokenizer: Any) -> Lookalikes:
     """What of a fast tokenizer's special tokens must not come from a message; its template is taken as it is now."""
     rendered = []
     for chat in PLAIN_CHATS:
-        try:
+        with suppress(TemplateError):  # it refuses a role
             rendered.append(_filled(tokenizer, chat))
-        except TemplateError:  # it refuses a role
-            continue
     return Lookalikes(tokenizer.backend_tokenizer, "".join(rendered))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from edgespec.core.files import MAX_JSON_BYTES, read_json
 from edgespec.core.texts import check_json, check_text
 from edgespec.recipe.data_sources import HUB, HUB_FORM, ROW_FILES, parse_hub, source_files
 
+_PART = 2**20  # characters
 _PARQUET_BATCH = 8  # rows; a small file can repeat one huge value in all of them
 
 T = TypeVar("T")
@@ -54,11 +56,12 @@ def _opener(file: Path) -> Any:
 
 def _line_not_utf8(file: Path) -> str:
     """`file:line` of the first line that is not UTF-8: a stream that is decoded in chunks does not know it."""
-    with _opener(file)(file, "rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
+    number = 1
+    with _opener(file)(file, "rt", encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
+        while part := stream.read(_PART):  # a line may be longer than memory
+            wrong = re.search("[\udc80-\udcff]", part)
+            number += part.count("\n", 0, wrong.start() if wrong else None)
+            if wrong:
                 return f"{file}:{number}"
     return str(file)
 
@@ -98,10 +101,7 @@ def json_list(file: Path) -> Numbered:
         raise InputError(
             f"{file} has {size:,} bytes; above {MAX_JSON_BYTES:,} give .jsonl, one object in a line"
         )
-    try:
-        rows = read_json(file)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not valid JSON: {error}") from error
+    rows = read_json(file)
     if not isinstance(rows, list):
         raise InputError(
             f"{file} holds a {type(rows).__name__}; a .json file must be a list of objects (else name it .jsonl)"

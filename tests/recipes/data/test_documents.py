@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -110,6 +111,18 @@ def test_a_line_without_end_is_refused_before_it_is_read(
     monkeypatch.setattr(documents, "_LONGEST_LINE", 1000)
     with pytest.raises(InputError, match=r"a.jsonl:2 is longer than 1,000 characters"):
         list(read_documents(str(jsonl(tmp_path / "a.jsonl", ["x", "y" * 1000]))))
+
+
+def test_a_line_without_end_that_is_no_utf8_takes_little_memory(tmp_path: Path) -> None:
+    """The file has 300 kB; to tell the number of the line, 64 MiB were read at once."""
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", 1) as stream:
+        stream.write(b"\n\xff" + b"a" * 2**26)
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"a.jsonl.gz:2 cannot be read as UTF-8"):
+        list(read_documents(str(tmp_path / "a.jsonl.gz")))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 2**24
 
 
 def test_a_parquet_file_without_text_names_its_columns(tmp_path: Path) -> None:

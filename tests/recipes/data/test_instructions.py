@@ -262,6 +262,15 @@ def test_a_deep_tree_is_no_trouble(tmp_path: Path) -> None:
     assert len(read_conversations(write(tmp_path / "a.jsonl", rows))) == 200
 
 
+def test_a_path_of_very_many_messages_is_refused(tmp_path: Path) -> None:
+    """Every answer is a conversation with all before it: 100,000 messages in a file of 9 MB would be 20 GB."""
+    rows = [node("p0", None)]
+    for depth in range(1, 1002):
+        rows.append(node(f"{'pa'[depth % 2]}{depth}", rows[-1]["message_id"]))
+    with pytest.raises(InputError, match=r"a.jsonl:1 begins a path of more than 1,000 messages"):
+        read_conversations(write(tmp_path / "a.jsonl", rows))
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
