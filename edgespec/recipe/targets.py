@@ -6,6 +6,7 @@ its files says where the GGUF file is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -140,8 +141,8 @@ TARGETS = {
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name reads as ORGANISATION/MODEL and not as a path."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/"))
+    """Whether a name reads as ORGANISATION/MODEL, in the hub's letters, and not as a path."""
+    return bool(re.fullmatch(r"(?!.*(--|\.\.|\.git$))\w([\w.-]*\w)?/\w([\w.-]*\w)?", name, re.ASCII))
 
 
 def is_gguf(path: Path) -> bool:

@@ -14,6 +14,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import write_bytes
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import json_knob, write_result
+from edgespec.core.texts import harmless
 from edgespec.recipe.check import problems
 from edgespec.recipe.shipped import header, launch_files, recipe_file, shipped_recipes
 
@@ -97,6 +98,6 @@ def _check(names: tuple[str, ...], json: str) -> int:
     for name, lines in found.items():
         print(f"{'FAIL' if lines else 'ok  '}  {name}")
         for line in lines:
-            print(f"      {line}")
+            print(f"      {harmless(line)}")
     write_result(json, found)
     return int(any(found.values()))

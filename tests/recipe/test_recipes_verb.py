@@ -282,3 +282,11 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     mine = written(tmp_path / "mine.yaml", {"seed": 1})
     assert recipe_file("~/mine.yaml") == mine
     assert bundle_of("~") == str(tmp_path)
+
+
+def test_no_problem_writes_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text('target: "/x\\e]0;a title\\a.gguf"\n')
+    assert main(["recipes", "check", str(recipe)]) == 1
+    assert "a title" in (seen := capsys.readouterr().out)
+    assert "\x1b" not in seen
