@@ -57,7 +57,7 @@ async def _on_left(request: Request, error: Exception) -> Response:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = f"there is no {request.method[:20]} {request.url.path[:200]}"
+    words = f"there is no {request.method[:20]} {request.scope['path'][:200]}"
     answer = refusal(Refused(error.status_code, words))
     answer.headers.update(error.headers or {})
     return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -14,7 +15,10 @@ from urllib.parse import urlsplit
 import pytest
 from edgespec_runtime.serving import api, serve
 from edgespec_runtime.serving.app import MAX_BODY, MAX_BRACKETS
+from edgespec_runtime.serving.errors import HANDLERS
 from served import CHAT, ask, listening, send, served, started
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
@@ -308,3 +312,10 @@ def test_without_its_packages_one_line_says_what_to_install(
     with pytest.raises(SystemExit, match="0"):
         main(["serve", "--help"])
     assert "EDGESPEC_API_KEY" in capsys.readouterr().out
+
+
+def test_a_host_that_is_none_makes_no_traceback() -> None:
+    """Where the server listens to the network, anybody can send one."""
+    scope = {"type": "http", "method": "GET", "path": "/nothing", "headers": [(b"host", b"[")]}
+    answer = asyncio.run(HANDLERS[HTTPException](Request(scope), HTTPException(404)))  # type: ignore[arg-type]
+    assert answer.status_code == 404
