@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -75,6 +76,9 @@ def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
     partial = out.with_name(f".{out.name}.partial")
     fresh = not partial.exists()
     with held(partial, f"edgespec pull {repo}"):
+        made = partial.lstat()
+        if not stat.S_ISDIR(made.st_mode) or made.st_uid != getattr(os, "geteuid", lambda: made.st_uid)():
+            raise InputError(f"{partial} is a link or another user's; remove it, or give another --out")
         _pull(repo, out, revision, most_bytes, partial, fresh)
 
 
@@ -215,7 +219,9 @@ def _download(repo: str, commit: str, name: str, wanted: int, part: Path, bar: A
                         expected_size=wanted,
                     )
                 except OSError as error:
-                    if "Consistency check" not in str(error) and _status(error) != 416:
+                    status = getattr(getattr(error, "response", None), "status_code", 0)
+                    # 416: there is no byte where we wanted to go on
+                    if "Consistency check" not in str(error) and status != 416:
                         raise
                     part.unlink()
                     raise BundleError(
@@ -223,11 +229,6 @@ def _download(repo: str, commit: str, name: str, wanted: int, part: Path, bar: A
                         "altered: tell its owner"
                     ) from error
         os.fsync(stream.fileno())
-
-
-def _status(error: OSError) -> int:
-    """The HTTP status of what the hub's client raised; 0 where it is none. 416: there is no byte where we wanted to go on."""
-    return int(getattr(getattr(error, "response", None), "status_code", 0))
 
 
 def _drop_others(folder: Path, wanted: set[str]) -> None:

@@ -18,7 +18,7 @@ from hub_server import TOKEN, Hub, contents, running
 from repository import REPOSITORY
 
 from edgespec.cli import main
-from edgespec.core.errors import BundleError
+from edgespec.core.errors import BundleError, InputError
 from edgespec.core.manifest import (
     MANIFEST,
     BundleModel,
@@ -28,6 +28,7 @@ from edgespec.core.manifest import (
     write_manifest,
 )
 from edgespec.hub.publish import check_head, check_names
+from edgespec.hub.pull import pull
 from edgespec.hub.push import local_paths
 
 REPO = "me/pair"
@@ -338,6 +339,24 @@ def test_gate_token_network_and_names(hub: Hub, bundle: Path, tmp_path: Path) ->
     away = Hub()
     away.server_close()
     assert "cannot be reached" in refused(away, tmp_path, "pull", REPO)
+
+
+@pytest.mark.parametrize("whose", ["a link", "another user's"])
+def test_a_partial_folder_that_others_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """In a folder where they may write, they would choose which file a part is added to, and which files are removed."""
+    mine = tmp_path / "mine" / "files"
+    mine.mkdir(parents=True)
+    (mine / "precious").touch()
+    if whose == "a link":
+        (tmp_path / ".pair.partial").symlink_to(mine.parent)
+    else:
+        (tmp_path / ".pair.partial").mkdir()
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InputError, match=r"\.pair\.partial is a link or another user's; remove it"):
+        pull("me/pair", tmp_path / "pair", "main", 1)
+    assert (mine / "precious").exists()
 
 
 def test_local_paths_are_found_in_words_and_lists() -> None:
