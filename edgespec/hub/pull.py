@@ -219,8 +219,7 @@ def _download(repo: str, commit: str, name: str, wanted: int, part: Path, bar: A
                         expected_size=wanted,
                     )
                 except OSError as error:
-                    status = getattr(getattr(error, "response", None), "status_code", 0)
-                    # 416: there is no byte where we wanted to go on
+                    status = getattr(getattr(error, "response", None), "status_code", 0)  # 416: no such byte
                     if "Consistency check" not in str(error) and status != 416:
                         raise
                     part.unlink()
