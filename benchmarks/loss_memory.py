@@ -56,7 +56,7 @@ def measure(
     variant: str, name: str, vocabulary: int, positions: int, chunk: int, bf16: bool
 ) -> dict[str, Any]:
     """One step in this process."""
-    # the paper's drafter for Llama 2 (section 4.1), random
+    # the paper's drafter for Llama 2 (appendix A.2), random
     model = random_llama(0, vocabulary, 1024, 2816, 4, 8, tie_word_embeddings=False)
     head = torch.nn.Linear(TARGET_HIDDEN, vocabulary, bias=False).requires_grad_(False)
     torch.nn.init.normal_(head.weight, std=0.1)

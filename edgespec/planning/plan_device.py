@@ -50,7 +50,7 @@ format of the profile's engine in exact mode (ONNX int4 multiplies in float32, l
 PAPER_TAU, PAPER_GAMMA = 2.3, 3
 """Block efficiency of direct alignment's drafter at γ = 3 (abstract: up to 2.3)."""
 PAPER_TOKENS = 600e9
-"""Tokens of text on which it was pretrained (section 4.1)."""
+"""Tokens of text on which it was pretrained (direct alignment, section 3)."""
 
 
 @dataclass(frozen=True)

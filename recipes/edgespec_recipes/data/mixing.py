@@ -38,7 +38,7 @@ def shares(options: DistillOptions) -> dict[int, float]:
 
 
 def take_turns(parts: Sequence[float], length: int) -> np.ndarray:
-    """[length] uint8: which part each place goes to, so that every beginning holds its shares to within one place.
+    """[length] uint8: which part each place goes to, so that every beginning holds its shares to within two places.
 
     The j-th place of a part is due at (j + ½) / share (the order of Sainte-Laguë), so kinds alternate and no process of several
     gets all rows of one kind.

@@ -1,7 +1,7 @@
 """Token rows of fixed length: plain text cut into blocks, conversations packed side by side. Knows nothing of models.
 
 Plain text: documents joined by the end-of-sequence token, concatenated, cut into blocks of the context length, no padding
-(direct alignment, section 4.1). Conversations are never cut into each other: each keeps its own positions and may attend to
+(direct alignment, appendix A.4). Conversations are never cut into each other: each keeps its own positions and may attend to
 itself only.
 """
 

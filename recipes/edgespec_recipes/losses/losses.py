@@ -43,7 +43,7 @@ def fkl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Forward KL: Σ p (log p − log q).
 
     Covers every mode of the target; its gradient with respect to the draft logits is q − p (Hinton et al. 2015; DistillSpec
-    section 3 calls it supervised KD). It bounds TVD by Pinsker's inequality and has a gradient wherever p ≠ q.
+    section 4 calls it supervised KD). It bounds TVD by Pinsker's inequality and has a gradient wherever p ≠ q.
     """
     log_p = _log_p(target_logits)
     return (log_p.exp() * (log_p - torch.log_softmax(_wide(draft_logits), -1))).sum(-1)
@@ -52,7 +52,7 @@ def fkl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 def rkl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Reverse KL: Σ q (log q − log p).
 
-    Seeks a mode: the draft pays for mass where the target has little (MiniLLM, Gu et al. 2023; DistillSpec section 3). Infinite
+    Seeks a mode: the draft pays for mass where the target has little (MiniLLM, Gu et al. 2023; DistillSpec A.1). Infinite
     where p = 0 < q by the letter; here a token of no p costs 87 nats. ∇ = Σ ∇q (log q − log p), for Σ q ∇log q = Σ ∇q = 0.
     """
     logits = _wide(draft_logits)

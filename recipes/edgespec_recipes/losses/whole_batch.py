@@ -90,7 +90,7 @@ def select(excess: Sequence[Tensor], places: Sequence[Tensor], fraction: float) 
     """bool [n] for each micro-batch: the positions among the `fraction` of the step's with the largest excess.
 
     excess, places: [n] of each micro-batch of this process (Positions). round(k · N) of the N positions of all micro-batches and
-    processes are kept, at least one; of equal ones those that come first in the run (AdaSPEC, section 3.2, Eq. 8-10). A position
+    processes are kept, at least one; of equal ones those that come first in the run (AdaSPEC, section 3, Eq. 7-10). A position
     whose excess is NaN is kept besides, so that its loss stops the training. Every process must call it.
     """
     everyone = processes.gathered(torch.cat([*excess]))

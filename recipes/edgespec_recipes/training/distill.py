@@ -1,6 +1,6 @@
 """White-box distillation: the drafter learns the target's distributions. What goes in, what comes out, one training run.
 
-The batches are mixing.py's, the loss is objective.py's, the loop is trainer.py's. Direct alignment (section 2.3) is the target's
+The batches are mixing.py's, the loss is objective.py's, the loop is trainer.py's. Direct alignment (section 3) is the target's
 own responses with pretraining text 9:1; DistillSpec adds fixed data and the drafter's own responses; AdaSPEC selects tokens.
 """
 

@@ -59,7 +59,7 @@ def warmup_decay(step: int, steps: int, warmup_steps: int, floor: float) -> floa
     """WarmupDecayLR as a factor of the peak rate: linear from 0 over `warmup_steps`, then linear to `floor` at the last step.
 
     `step` counts optimizer steps already taken. DeepSpeed's schedule of that name, with the minimum of direct alignment
-    (section 4.1: 1e-4 -> 1e-6).
+    (appendix A.3: 1e-4 -> 1e-6).
     """
     warmup_steps = min(warmup_steps, steps - 1)
     if step < warmup_steps:

@@ -1,6 +1,6 @@
 """The target is tuned before anything else: on a task's responses, or to a larger model's distributions on them.
 
-AdaSPEC (section 4.2) first fine-tunes the target on the task; with a teacher this is a model garden, where each size of target is
+AdaSPEC (section 4.1) first fine-tunes the target on the task; with a teacher this is a model garden, where each size of target is
 distilled from a larger one. Rows, objective and loop are those of the drafter's distillation: here the target learns.
 """
 

@@ -4,8 +4,8 @@ Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Specul
 A token is the argmax of log p plus Gumbel noise, which is a draw from p. The noise belongs to the position in the text. So the
 target's token at a position is settled by the text before it and the seed; the drafter adds the same noise to its own log q and
 thereby often names the same token. A draft stays as far as it names the target's tokens.
-The probability that both name the same token is Σ_v 1 / Σ_u max(p_u/p_v, q_u/q_v). It is at most 1 − TVD, which rejection
-sampling reaches, and at least (1 − TVD)/(1 + TVD) (Theorem 1 there). So this rule accepts somewhat less.
+In one race both name the same token with probability Σ_v 1 / Σ_u max(p_u/p_v, q_u/q_v): at most 1 − TVD, which rejection sampling
+reaches, and at least (1 − TVD)/(1 + TVD) (Theorem 1 there). The two races of `PositionNoise` have that upper bound alone.
 """
 
 from __future__ import annotations

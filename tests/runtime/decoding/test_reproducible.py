@@ -144,6 +144,13 @@ def test_how_often_a_drafter_names_the_token(size: int) -> None:
     assert min(rates) < 0.98  # so this costs acceptance
 
 
+def test_in_two_groups_it_can_be_below_the_bound_of_one_race() -> None:
+    p, q = np.zeros((2, 512))
+    p[[0, 1, 256, 257]], q[[0, 1, 256, 257]] = (0.414, 0.532, 0.001, 0.053), (0.414, 0.001, 0.51, 0.075)
+    overlap = np.minimum(p, q).sum()
+    assert both_take(p, q).sum() >= overlap / (2 - overlap) > 1.5 * coupled(p, q)
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [
