@@ -163,13 +163,15 @@ def bootstrap(
     resamples: int = 1000,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """(value, low, high): 95 % percentile bootstrap interval of `statistic`, resampling whole items (prompts)."""
+    """(value, low, high): 95 % percentile bootstrap interval of `statistic`, resampling whole items (prompts).
+
+    Resamples in which it is NaN (a ratio over nothing) are left out.
+    """
     generator = random.Random(seed)
     size = len(items)
-    draws = sorted(
-        statistic([items[generator.randrange(size)] for _ in range(size)]) for _ in range(resamples)
-    )
-    return statistic(items), quantile(draws, 0.025), quantile(draws, 0.975)
+    draws = (statistic([items[generator.randrange(size)] for _ in range(size)]) for _ in range(resamples))
+    known = sorted(draw for draw in draws if not math.isnan(draw)) or [math.nan]  # NaN has no place in an order
+    return statistic(items), quantile(known, 0.025), quantile(known, 0.975)
 
 
 def ratio_of_sums(
