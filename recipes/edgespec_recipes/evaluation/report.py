@@ -45,8 +45,7 @@ def setting_of(
     return {**place, "counts": counts, "teacher_forced": teacher_forced}
 
 
-def _tau(items: Sequence[RawCounts]) -> float:
-    return sum(item.emitted for item in items) / sum(item.blocks for item in items)
+_tau = ratio_of_sums(attrgetter("emitted"), attrgetter("blocks"))
 
 
 def _share(field: str) -> Callable[[Sequence[Any]], float]:

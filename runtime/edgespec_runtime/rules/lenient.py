@@ -44,16 +44,12 @@ def lossy(a: float, beta: Callable[[Categorical, Categorical], float]) -> Rule:
         return min(1.0, position.p.prob(token) / ((1 - a) * position.q.prob(token)))
 
     def residual(position: Position) -> Categorical:
-        return excess(position.p, position.q, beta(position.p, position.q))
+        p, q = position.p, position.q
+        scaled = Categorical(p.ids, p.probs / beta(p, q))
+        rest = scaled.excess(q)
+        return p if rest is scaled else rest
 
     return TokenRule(accept, residual, mixes=True)
-
-
-def excess(p: Categorical, q: Categorical, beta: float) -> Categorical:
-    """norm(max(0, p/β − q)); p where nothing is left."""
-    scaled = Categorical(p.ids, p.probs / beta)
-    rest = scaled.excess(q)
-    return p if rest is scaled else rest
 
 
 def tuned_beta(p: Categorical, q: Categorical, a: float) -> float:

@@ -12,7 +12,7 @@ from block_laws import WARPS, Law, V, block_law, difference, position_law, sprea
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Draft, Position, TokenRule
 from edgespec_runtime.rules.cascades import discrepancy, entropy, log_total, total_variation
-from edgespec_runtime.rules.lenient import excess, tuned_beta
+from edgespec_runtime.rules.lenient import tuned_beta
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
 from edgespec_runtime.rules.table import RULES, LoopRule, rule_of
 from rule_laws import (
@@ -196,9 +196,10 @@ def test_tuned_beta_by_hand() -> None:
 
 
 def test_a_residual_that_is_empty_is_the_target() -> None:
-    p, q = (Categorical(None, np.array(probs, np.float32)) for probs in ([0.5, 0.5], [0.6, 0.4]))
-    assert excess(p, q, 2.0) is p
-    np.testing.assert_allclose(excess(p, q, 1.0).probs, [0, 1])
+    q = Categorical(None, np.array([0.6, 0.4], np.float32))
+    position = Position(np.zeros(2, np.float32), None, q, Warp(temperature=1.0))
+    for beta, wanted in ((2.0, [0.5, 0.5]), (1.0, [0.0, 1.0])):
+        np.testing.assert_allclose(one_pass(f"lossy:a=0.2,beta={beta}").residual(position).probs, wanted)
 
 
 @pytest.mark.parametrize("a", [0.0, 0.3, 0.7, 1.0])
