@@ -126,7 +126,9 @@ def divergence_errors(
         values, gradients = [], []
         for target in (live_logits, stored_logits):
             leaf = draft_logits.detach().float().requires_grad_()
-            value = function(leaf, target).mean()
+            with torch.random.fork_rng():
+                torch.manual_seed(0)  # a loss that draws tokens draws alike from both
+                value = function(leaf, target).mean()
             gradients.append(torch.autograd.grad(value, leaf)[0].flatten().double())
             values.append(float(value.detach()))
         norms = [float(gradient.norm()) for gradient in gradients]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from edgespec_recipes.losses.losses import fkl, jsd, rkl, tvd
+from edgespec_recipes.losses.losses import fkl, jsd, rkl, tvd, tvdpp
 from edgespec_recipes.stored.top_k import compress, divergence_errors, expand
 from torch import Tensor
 
@@ -82,3 +84,13 @@ def test_errors_are_those_of_values_and_gradients() -> None:
         assert same[name]["live"] == pytest.approx(float(function(draft, target).mean()))
         assert off[name]["relative_error"] == pytest.approx(abs(1 - off[name]["stored"] / off[name]["live"]))
         assert 0 < off[name]["gradient_cosine"] < 0.999
+
+
+def test_a_loss_that_draws_tokens_has_no_error_where_the_store_is_the_target() -> None:
+    draft, target = pair(rows=50)
+    drawn = {"tvd++": partial(tvdpp, estimator="sampled")}
+    before = torch.random.get_rng_state()
+    found = divergence_errors(drawn, draft, target, target)["tvd++"]
+    assert (found["relative_error"], found["gradient_ratio"]) == (0.0, 1.0)
+    assert found["gradient_cosine"] == pytest.approx(1)
+    assert torch.equal(torch.random.get_rng_state(), before)
