@@ -17,7 +17,7 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.rules.sampling import Warp, warp
 from edgespec_runtime.rules.table import LOSSLESS
 
-from edgespec.core.metrics import RawCounts
+from edgespec.core.metrics import RawCounts, expected_acceptance
 from edgespec.core.progress import progress
 from edgespec.model_folder.check import shape_in
 from edgespec.recipe.sampling import SAMPLINGS, Sampling
@@ -126,7 +126,7 @@ def teacher_forced(
         first = int(q.probs.argmax())
         likeliest = first if q.ids is None else int(q.ids[first])
         sums += (
-            min(1.0, float(np.minimum(p.probs, shared).sum())),
+            float(expected_acceptance(p.probs, shared)),
             p.prob(likeliest),
             float((p.probs * shared).sum()),
         )

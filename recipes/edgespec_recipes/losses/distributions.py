@@ -25,7 +25,7 @@ def warp(logits: Tensor, temperature: Tensor | float, top_p: float = 1.0, min_p:
     if not warm.all():
         probabilities.scatter_(-1, rows.argmax(-1, keepdim=True), 1.0)
     if warm.any():
-        drawn = torch.softmax(rows[warm] / heat[warm], -1)
+        drawn = torch.softmax(rows[warm] / heat[warm].clamp_min(1e-6), -1)  # a colder quotient overflows
         drawn = _nucleus(drawn, top_p) if top_p < 1.0 else drawn
         probabilities[warm] = _likely(drawn, min_p) if min_p > 0.0 else drawn
     return probabilities.reshape(shape)

@@ -35,6 +35,12 @@ def test_warp_against_a_sorted_row(spread: float) -> None:
     torch.testing.assert_close(warp(logits, 1.0), torch.softmax(logits, -1))
 
 
+def test_a_temperature_close_to_zero_is_greedy_without_overflow() -> None:
+    row = torch.tensor([9.0, -3.0, 10.0, 2.0])
+    for temperature in (0.0, 1e-44, 1e-38, 1e-6):
+        assert warp(row, temperature, top_p=0.9).tolist() == [0.0, 0.0, 1.0, 0.0]
+
+
 def test_draw_follows_the_distribution_and_never_gives_the_impossible() -> None:
     p = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
     many = 40_000
