@@ -125,10 +125,7 @@ def measure(
     for block in decode(pair.target, draft, prompt, how, pair.tokenizer.stop_ids, counts, schedule):
         first_token = first_token or perf_counter() - start
         reply += block.tokens
-    prompt_tokens = len(prompt)
-    return Run(
-        place.prompt, place.repeat, length, prompt_tokens, first_token, tuple(reply), counts, place.turn
-    )
+    return Run(place.prompt, place.repeat, length, len(prompt), first_token, tuple(reply), counts, place.turn)
 
 
 def runs_of(

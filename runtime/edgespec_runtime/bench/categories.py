@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from edgespec.core.table import interval, table
-from edgespec_runtime.bench.report import PLAIN, Interval, Run, summarise
+from edgespec_runtime.bench.report import LEAST_PROMPTS, PLAIN, Interval, Run, summarise
 
 ALL = "all"
 
@@ -73,16 +73,20 @@ def _row(name: str, runs: Sequence[Run], draft_length: int) -> Category:
 
 
 def category_table(rows: Sequence[Category], *, markdown: bool = False) -> str:
-    """One line a category; τ is Spec-Bench's mean accepted tokens."""
+    """One line a category; τ is Spec-Bench's mean accepted tokens. Of few questions there is no interval: it would be too narrow."""
+
+    def shown(row: Category, found: Interval) -> str:
+        return interval(*found) if row.prompts >= LEAST_PROMPTS else f"{found[0]:.2f}"
+
     cells = [
         (
             row.category,
             row.prompts,
-            interval(*row.block_efficiency),
+            shown(row, row.block_efficiency),
             "-" if row.acceptance_rate is None else f"{row.acceptance_rate:.3f}",
             f"{row.plain_token_rate[0]:.1f}",
             f"{row.token_rate[0]:.1f}",
-            interval(*row.speedup),
+            shown(row, row.speedup),
             f"{1e3 * row.first_token_seconds:.1f}",
         )
         for row in rows

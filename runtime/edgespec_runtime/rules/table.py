@@ -145,7 +145,7 @@ TOKEN_CASCADE, SEQUENCE_CASCADE, BILD = "token-cascade", "sequence-cascade", "bi
 RULES: dict[str, Kind] = {
     LOSSLESS: Kind("the target's own distribution", lambda _: LOSSLESS_RULE),
     BLOCK: Kind(
-        "lossless, decides on the whole draft at once: never keeps fewer tokens than lossless",
+        "lossless, decides on the whole draft at once: keeps at least as many tokens as lossless in the mean",
         lambda _: BlockRule(),
     ),
     REPRODUCIBLE: Kind(

@@ -12,6 +12,7 @@ from edgespec_runtime.bench.bench import Options, runs_of
 from edgespec_runtime.bench.dialogues import Dialogue
 from edgespec_runtime.bench.report import (
     AUTO,
+    LEAST_PROMPTS,
     PLAIN,
     Run,
     compared,
@@ -47,7 +48,7 @@ def run_of(prompt: int, length: int, seconds: float) -> Run:
 def test_the_row_goes_by_the_drafts_that_were_made() -> None:
     runs = [
         run_of(prompt, length, {PLAIN: 0.6, AUTO: 0.38}[length])
-        for prompt in range(3)
+        for prompt in range(LEAST_PROMPTS)
         for length in (PLAIN, AUTO)
     ]
     summaries = summarise(runs, {"bytes": 0.05})
@@ -106,6 +107,7 @@ def test_prompts_without_a_block_tell_nothing_of_a_pass() -> None:
     _, own = summarise(runs, {"bytes": 0.05})
     assert own.verify_cost == pytest.approx(1.5)
     assert own.step_seconds == pytest.approx(0.015)
+    assert own.block_efficiency == (9.0, 3.0, 9.0)  # resamples without a block have no τ
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ def test_prompts_without_a_block_tell_nothing_of_a_pass() -> None:
     ],
 )
 def test_a_drafter_that_wrote_alone_has_no_figures_of_a_block(seconds: float, words: str) -> None:
-    runs = [run_of(prompt, PLAIN, 0.6) for prompt in range(3)]
-    runs += [alone(run_of(prompt, AUTO, seconds)) for prompt in range(3)]
+    runs = [run_of(prompt, PLAIN, 0.6) for prompt in range(LEAST_PROMPTS)]
+    runs += [alone(run_of(prompt, AUTO, seconds)) for prompt in range(LEAST_PROMPTS)]
     summaries = summarise(runs, {"bytes": 0.05})
     own = summaries[-1]
     assert all(map(math.isnan, (own.verify_cost, own.predicted, own.mbsu["bytes"])))

@@ -80,8 +80,17 @@ def test_a_category_in_which_nothing_was_drafted_has_no_acceptance() -> None:
     (row,) = by_category(runs, {0: "maths"}, AUTO)
     assert row.acceptance_rate is None
     cells = " ".join(category_table([row]).splitlines()[2].split())
-    assert cells == "maths 1 1.00 [1.00, 1.00] - 100.0 100.0 1.00 [1.00, 1.00] 10.0"
+    assert cells == "maths 1 1.00 - 100.0 100.0 1.00 10.0"  # no interval of one question
     assert category_table([row], markdown=True).splitlines()[0].startswith("|")
+
+
+def test_the_table_has_intervals_where_a_category_has_questions_enough() -> None:
+    runs = [run for prompt in range(2 * LEAST_PROMPTS - 1) for run in both(prompt, 20, 0.3)]
+    rows = by_category(runs, {number: "ab"[number >= LEAST_PROMPTS] for number in range(len(runs))}, 3)
+    lines = [" ".join(line.split()) for line in category_table(rows).splitlines()[2:]]
+    assert lines[0].startswith("a 5 3.00 [3.00, 3.00] 0.650 100.0 200.0 2.00 [2.00, 2.00]")
+    assert lines[1].startswith("b 4 3.00 0.650 100.0 200.0 2.00 ")
+    assert lines[2].startswith("all 9 3.00 [3.00, 3.00]")
 
 
 def test_bounds_name_what_was_seen_and_what_is_wanted() -> None:
@@ -215,7 +224,7 @@ def test_a_chat_is_left_out_only_where_the_context_has_no_room_for_one_token(
 
 
 def test_every_category_is_run_whatever_time_it_takes(pair: Pair) -> None:
-    questions = [Question((f"Say {place}",), category="ab"[place // 5]) for place in range(10)]
+    questions = [Question((f"Say {place}",), category="ab"[place // 8]) for place in range(16)]
     asked = questions_for(pair, options(), questions)
     assert asked.least == 2 * LEAST_PROMPTS
     done = [runs[0].prompt for runs, _ in runs_of(pair, asked.dialogues, options(seconds=0.0), asked.least)]
