@@ -73,7 +73,7 @@ def _row(name: str, runs: Sequence[Run], draft_length: int) -> Category:
 
 
 def category_table(rows: Sequence[Category], *, markdown: bool = False) -> str:
-    """One line a category; τ is Spec-Bench's mean accepted tokens. Of few questions there is no interval: it would be too narrow."""
+    """One line a category; τ is Spec-Bench's mean accepted tokens. Of few questions no interval is shown: it is too narrow."""
 
     def shown(row: Category, found: Interval) -> str:
         return interval(*found) if row.prompts >= LEAST_PROMPTS else f"{found[0]:.2f}"

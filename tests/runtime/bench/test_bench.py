@@ -207,8 +207,8 @@ def test_few_prompts_tell_nothing(step: float, prompts: int, words: str) -> None
 
 
 def test_an_interval_of_the_fewest_prompts_holds_the_truth_as_often_as_it_says() -> None:
-    """800 benches of a pair that gains nothing: 95 % hold 1, 750 of five prompts, 700 of four, 600 of three. A right interval fails
-    2 times in 10,000, and one of four prompts passes 4 times in 1,000."""
+    """800 benches of a pair that gains nothing: 750 of five prompts hold 1, 700 of four, 600 of three. A right interval fails two
+    times in 10,000, and one of four prompts passes four times in 1,000."""
     generator, held = random.Random(0), 0
     for seed in range(800):
         speedups = [math.exp(generator.gauss(0.0, 0.1)) for _ in range(LEAST_PROMPTS)]
