@@ -12,7 +12,6 @@ vectors; an interval is the middle 95 % of the replicates.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -238,8 +237,10 @@ class Numbers:
         }
 
     def claim_rows(self) -> list[dict[str, Any]]:
-        """Every claim with what is seen here; claims about arms that were not run say so."""
-        return [row for claim in self.study.claims for row in self._claim(claim)]
+        """Every claim with what is seen here; claims about arms that were not run say so. One seed says nothing of others."""
+        rows = [row for claim in self.study.claims for row in self._claim(claim)]
+        alone = {REPRODUCED: NOT_SHOWN, CONTRADICTED: NOT_SHOWN} if len(self.study.options.seeds) == 1 else {}
+        return [{**row, "verdict": alone.get(row["verdict"], row["verdict"])} for row in rows]
 
     def _claim(self, claim: ClaimOptions) -> list[dict[str, Any]]:
         said = {name: getattr(claim, name) for name in ("claim", "source", "metric", "domain", "differs")}
@@ -306,8 +307,6 @@ class Numbers:
 def verdict(difference: Sequence[float]) -> str:
     """By rule: the 95 % interval of the claimed difference lies above 0, below 0, or holds 0."""
     _, low, high = difference
-    if math.isnan(low):
-        return NOT_SHOWN
     return REPRODUCED if low > 0 else CONTRADICTED if high < 0 else NOT_SHOWN
 
 

@@ -132,11 +132,9 @@ class Report:
         ]
         if others:
             behind = others[0]["behind"]
-            sure = (
-                "The interval lies above 0."
-                if behind[1] > 0
-                else "The interval holds 0: with these seeds and prompts the two cannot be told apart."
-            )
+            apart = "The interval holds 0: with these seeds and prompts the two cannot be told apart."
+            sure = "The interval lies above 0." if behind[1] > 0 else apart
+            sure += " It is of one seed, and says nothing of others." * (len(given["seeds"]) == 1)
             lines.append(
                 f"It is {shown(behind, 3)} ahead of the second, {others[0]['arm']}. {sure} (The winner is chosen on the "
                 "prompts it is measured on, so its lead may be overestimated.)"
@@ -167,6 +165,7 @@ class Report:
     def claims(self) -> str:
         if not self.results["claims"]:
             return ""
+        alone = ", nor by one seed" * (len(self.results["seeds"]) == 1)
         rows = []
         for claim in self.results["claims"]:
             symbol = {"tau": "τ", "alpha": "α"}[claim["metric"]]
@@ -186,7 +185,7 @@ class Report:
         return (
             "## What the papers claim, and what is seen here\n\n"
             f"The verdict follows from the 95 % interval of the difference (mean over tasks and samplings, γ = {self.gamma}): "
-            "above 0 is reproduced, below 0 is contradicted, and where it holds 0 nothing is shown.\n\n"
+            f"above 0 is reproduced, below 0 is contradicted, and where it holds 0 nothing is shown{alone}.\n\n"
             + table(("claim", "source", "here", "verdict", "what differs here"), rows, left=5)
         )
 
