@@ -47,6 +47,8 @@ def test_samples_follow_the_target_alone(pair: Pair, rule: str) -> None:
         seen[tokens[0], tokens[1]] += 1
     assert 0.02 < counts.acceptance_rate < 0.98  # the drafter disagrees, and is heard
     assert fit(seen, expected, least_cells=10) > ERROR_RATE
+    drafted = law_of_pairs(pair.draft, prompt, FIRST_TOKENS)
+    assert fit(seen, drafted) < ERROR_RATE  # so a draft that nobody tests would show
 
 
 def gap_where_they_part(pair: Pair, prompt: list[int], one: list[int], other: list[int]) -> float:

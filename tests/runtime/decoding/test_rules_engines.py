@@ -176,6 +176,12 @@ def samples(on: Measured, text: str, counts: RawCounts) -> Counter[tuple[int, in
     return found
 
 
+def careless(s: Seen) -> np.ndarray:
+    """What a lossless rule would say that draws from p after a rejection."""
+    kept = np.minimum(s.p, s.q)
+    return kept + (1 - kept.sum()) * s.p
+
+
 CLOSE = ("lenient-lin", "lossy")  # with these models the samples cannot tell their laws from the target's
 
 
@@ -188,6 +194,7 @@ def check(name: str, on: Measured) -> None:
     apart = sum(abs(law[key] - target[key]) for key in law) / 2
     if name in ("lossless", "block", "reproducible", "match-greedy", "match-sampled"):
         assert apart == 0
+        assert fit(found, on.pairs(careless)) < ERROR_RATE  # a wrong residual would show
     elif name in CLOSE:
         assert apart < 0.1
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
 from block_laws import WARPS, Law, V, block_law, continued, difference, model
 from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Draft, TokenRule, accept_ratio
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, warp
+from pair_law import fit
 
 
 class Scripted(Uniforms):
@@ -32,6 +33,23 @@ def test_the_enumeration_sees_a_wrong_rule() -> None:
     careless = TokenRule(LOSSLESS_RULE.accept, lambda position: position.p)
     for rule in (eager, careless):
         assert difference(block_law(target, draft, 1, how, rule), wanted) > 1e-3
+
+
+@pytest.mark.parametrize(("off", "low", "high"), [(0.0, 0, 25), (0.09, 970, 1000)])
+def test_the_chi_squared_test_sees_what_it_says(off: float, low: int, high: int) -> None:
+    """Samples of the law, and of one that is 0.09 off where that is hardest to see: every probability is 0.18 of itself too high
+    or too low. Of 1,000 trials 10 are below 1e-2 for the right law; more than 25 would have a probability of 1e-5."""
+    generator = np.random.default_rng(0)
+    law = 0.85 ** np.arange(60)
+    law /= law.sum()
+    signs = np.where(np.arange(60) % 2, 1.0, -1.0)
+    signs -= signs @ law
+    wrong = law * (1 + 2 * off * signs / (np.abs(signs) @ law))
+    assert np.abs(wrong - law).sum() / 2 == pytest.approx(off)
+    rate = 1e-4 if off else 1e-2
+    samples = generator.multinomial(2500, wrong, size=1000)
+    found = [fit(Counter(dict(enumerate(each.tolist()))), dict(enumerate(law.tolist()))) for each in samples]
+    assert low <= sum(p < rate for p in found) <= high
 
 
 @pytest.mark.parametrize("p_sparse", [False, True])
