@@ -48,7 +48,7 @@ def test_ctrl_c_is_the_commands_own() -> None:
 
 def test_a_command_that_ends_by_ctrl_c_ends_the_program() -> None:
     """What would come next, another pip for example, does not begin."""
-    child = "import sys, time; print('ready', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: sys.exit(130)"
+    child = "import sys, time\ntry: print('ready', flush=True); time.sleep(60)\nexcept KeyboardInterrupt: sys.exit(130)"
     program = f"import sys, make; make.run(sys.executable, '-c', {child!r}); print('next')"
     assert stopped(program) == ("", 130)
 
