@@ -170,7 +170,7 @@ def bootstrap(
     generator = random.Random(seed)
     size = len(items)
     draws = (statistic([items[generator.randrange(size)] for _ in range(size)]) for _ in range(resamples))
-    known = sorted(draw for draw in draws if not math.isnan(draw)) or [math.nan]  # NaN has no place in an order
+    known = sorted(draw for draw in draws if not math.isnan(draw)) or [math.nan]
     return statistic(items), quantile(known, 0.025), quantile(known, 0.975)
 
 

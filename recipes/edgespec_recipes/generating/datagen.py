@@ -1,6 +1,6 @@
 """The target writes the distillation set: seed instructions, varied temperatures and system prompts, shards that resume.
 
-Direct alignment, sections 2.2 and 3: the data are what the target itself would say, at temperatures {0, 0.3, 0.7, 1.0} and top-p 0.95.
+Direct alignment, 2.2 and 3: the data are what the target itself would say, at temperatures {0, 0.3, 0.7, 1.0} and top-p 0.95.
 Every shard has its own random generator, so a shard made again is the same whatever was done before it, and the rows are the same
 for any number of processes, which share the shards (response_shards.py).
 """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from edgespec_recipes.evaluation.file_pair import teacher_forced
 from edgespec_runtime.rules.sampling import Warp, warp
-from loop_setup import V, Setup
+from loop_setup import Setup, V
 from toy_engine import random_model
 
 
