@@ -141,14 +141,10 @@ class Mixed:
             for file in sorted(scratch.iterdir(), key=lambda file: file == trial):
                 file.replace(out.with_name(file.name))  # the model last: where it is, all is
         print(f"{self.folder.name}, {rounding.name}: {chosen.text()}", flush=True)
-        notes = [*made.get("notes", ()), chosen.text(), *_shortened(chosen.fallbacks)]
+        notes = [*made.get("notes", ()), chosen.text()]
+        if chosen.fallbacks:
+            first, *others = chosen.fallbacks
+            notes.append(first + (f" (and {len(others)} others, named in {CHOICE})" if others else ""))
         told = asdict(chosen)
         del told["groups"]  # the manifest goes without the losses of what was not taken
         return {"bytes": made["bytes"], "notes": notes, "bits": told}
-
-
-def _shortened(fallbacks: Sequence[str]) -> list[str]:
-    if not fallbacks:
-        return []
-    more = f" (and {len(fallbacks) - 1} others, named in {CHOICE})" if len(fallbacks) > 1 else ""
-    return [fallbacks[0] + more]

@@ -1,9 +1,13 @@
-"""What each format can do to a matrix: its kinds, their bytes, and the values that its engine will then read."""
+"""What each format can do to a matrix: its kinds, their bytes, and the values that its engine will then read.
+
+Both classes have the same methods: the `kinds` that fit a matrix's rows, the smallest first, one at least (`wanted`: where all
+fit); the `parts` of its rows, each with its kind; its `bytes` in the file, tables included; its `values`, float32 [N, K].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
@@ -19,25 +23,6 @@ Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 
 SPLITS = (16, 8, 4, 2)  # parts of a table's rows that may have eight bits
-
-
-class Rounding(Protocol):
-    """One format's ways to round a matrix [N, K]. `wanted`: the kinds of one whose rows fit all."""
-
-    name: str
-    wanted: Sequence[str]
-
-    def kinds(self, shape: Shape) -> Sequence[str]:
-        """Those that fit its rows, the smallest first; never empty."""
-
-    def parts(self, kind: str) -> Sequence[tuple[slice, str]]:
-        """The rows of each part of a matrix, and the kind that they have."""
-
-    def bytes(self, shape: Shape, kind: str) -> int:
-        """In the file, tables included."""
-
-    def values(self, weight: Array, kind: str, importance: Array | None) -> Array:
-        """float32 [N, K] as the engine reads the file."""
 
 
 class OnnxRounding:
@@ -101,3 +86,6 @@ class GgufRounding:
         packed = kernels.packed(weight, Kind[kind], importance)
         whole: Array = dequantize(packed, Kind[kind]).astype(np.float32, copy=False)
         return whole.reshape(weight.shape)
+
+
+Rounding = OnnxRounding | GgufRounding
