@@ -51,17 +51,13 @@ def write_rounded(target: Path, out: Path, precision: str) -> dict[str, Any]:
         with progress(f"round as {precision}", len(tensors), "tensors") as bar:
             missing = _write(folder / SINGLE, {name: one.shape for name, one in tensors.items()}, values, bar)
         checkpoint = Checkpoint(target)
-        missing = {name for name in missing if not _is_left_out(checkpoint, name)}
+        # those that an ONNX file goes without are zeros in what `_write` has written
+        missing = {name for name in missing if not checkpoint.is_zero_bias(name)}
         if missing:
             raise EdgespecError(
                 f"the {precision} file of {target} has no {min(missing)}; this exporter names it differently"
             )
     return {"precision": precision, "tensors": len(tensors)}
-
-
-def _is_left_out(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether it is a bias of zeros, which an ONNX file goes without; they are zeros in what `_write` has written."""
-    return name.endswith(".bias") and not any(piece.any() for piece in checkpoint.pieces(name))
 
 
 def _exported(target: Path, shape: ModelShape, made: Path, precision: str, log: Path) -> Weights:

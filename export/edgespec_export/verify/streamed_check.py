@@ -157,7 +157,7 @@ def _noted(check: FileCheck, weights: Weights, checkpoint: Checkpoint, *, tied: 
         seen.add(name)
         yield name, tensor
     absent = (name for name in wanted if name not in seen)
-    note_missing(check, [name for name in absent if not _is_zero_bias(checkpoint, name)])
+    note_missing(check, [name for name in absent if not checkpoint.is_zero_bias(name)])
 
 
 class States(NamedTuple):
@@ -224,14 +224,10 @@ def _zero_biases(model_folder: Path) -> dict[int, dict[str, Tensor]]:
     found: dict[int, dict[str, Tensor]] = {}
     for name in checkpoint:
         layer = layer_of(name)
-        if layer is not None and _is_zero_bias(checkpoint, name):
+        if layer is not None and checkpoint.is_zero_bias(name):
             bias = torch.zeros(checkpoint.shape(name))
             found.setdefault(layer, {})[name.partition(f"layers.{layer}.")[2]] = bias
     return found
-
-
-def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
-    return name.endswith(".bias") and not any(piece.any() for piece in checkpoint.pieces(name))
 
 
 def _one_layer(model_folder: Path) -> tuple[Any, int]:
