@@ -98,6 +98,7 @@ def write_graphs(
     graph is not built as expected.
     """
     import onnx
+    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
     model = onnx.load(source / "model.onnx", load_external_data=False)
     sizes = _sizes(model.graph)
@@ -109,8 +110,11 @@ def write_graphs(
     own: list[Any] = []
     with open(folder / DATA, "wb") as stream:
         sink = DataFile(stream, ALIGNED)
-        for tensor in kept:
-            _move_data(tensor, source, sink)
+        for tensor in filter(uses_external_data, kept):
+            load_external_data_for_tensor(tensor, str(source))
+            sink.begin(tensor, len(tensor.raw_data))
+            stream.write(tensor.raw_data)
+            tensor.ClearField("raw_data")
         for stem, size in sizes.items():
             blocks = blocks_of(stem)
             parts[stem] = _parts_of(stem, blocks.kind, *size)
@@ -139,20 +143,6 @@ def _stored(part: _Part, blocks: Blocks, sink: DataFile) -> list[Any]:
         for name, value in values.items()
         if value is not None
     ]
-
-
-def _move_data(tensor: Any, source: Path, sink: DataFile) -> None:
-    """The tensor's bytes from the builder's data file to the new one."""
-    if not tensor.external_data:
-        return
-    place = {entry.key: entry.value for entry in tensor.external_data}
-    with open(source / place["location"], "rb") as stream:
-        stream.seek(int(place.get("offset", 0)))
-        data = stream.read(int(place["length"]))
-    if len(data) != int(place["length"]):
-        raise EdgespecError(f"{source / DATA} ends within {tensor.name}; export again")
-    sink.begin(tensor, len(data))
-    sink.stream.write(data)
 
 
 def _rewrite(
