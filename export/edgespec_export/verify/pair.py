@@ -127,19 +127,6 @@ class Reference(Standard):
         return found
 
 
-def features_of(target: Reference | Streamed, head: Path) -> list[torch.Tensor]:
-    """What a head reads [n, H] at every token of each passage: the last hidden states, behind the final norm.
-
-    A head of three layers has them joined with those of the early layers by its own matrix.
-    """
-    early = target_layers(head)
-    found = target.states(early)
-    if not early:
-        return found
-    matrix = torch.from_numpy(head_weights(head)[JOINING])
-    return [states @ matrix.T for states in found]
-
-
 class Head(Standard):
     """A head that reads the target's hidden states: its one folder, held against its own tensors in torch."""
 
@@ -152,7 +139,11 @@ class Head(Standard):
 
     def check(self, file: ExportedFile) -> FileCheck:
         texts = [passage.tokens for passage in self.target.passages]
-        features = features_of(self.target, self.folder)
+        early = target_layers(self.folder)
+        features = self.target.states(early)
+        if early:  # the head's own matrix joins them with the last states
+            matrix = torch.from_numpy(head_weights(self.folder)[JOINING])
+            features = [states @ matrix.T for states in features]
         return check_head(file, self.folder, self.target.embedding(), texts, features)
 
 
