@@ -91,7 +91,29 @@ class Standard:
 
     def check(self, file: ExportedFile) -> FileCheck:
         """Measure one file and hold it against the bounds of its precision."""
-        return check_file(file, self)
+        check = FileCheck(file.role, file.engine, file.precision, checked_with=file.engine, stored=file.held)
+        own = self.read(check, file)
+        threads, context = 1 if self.shape.parameters < SMALL else None, context_for(self.longest + BLOCK)
+        open_engine = opener(file, threads, context)
+        if open_engine is None:
+            check.checked_with, seen = self.without_engine, own
+        else:
+            answer = partial(self.answers, file, samples=True)
+            seen = compare_engine(check, open_engine, self.passages, own, answer)
+            check.positions, check.rope_border = sum(map(len, seen)), self.shape.rope_border
+        if seen is not None:
+            if self.logits is not None:
+                measure(check, seen, self.logits, self.passages)
+            elif file.held in MOST_EXACT:
+                self.logits = seen
+        del seen  # those of the fast mode take its place
+        open_fast = fast_opener(file, threads, context)
+        if open_engine is not None and open_fast is not None:
+            check.fast = FastCheck()
+            answer = partial(self.answers, file, samples=False)
+            compare_engine(check.fast, open_fast, self.passages, own, answer)
+        judge(check)
+        return check
 
     def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
         """Note what the file says of itself; the logits that its own weights should give, None where nobody knows."""
@@ -107,11 +129,6 @@ class Standard:
         if not self.held.replies and file.held in MOST_EXACT:
             self.held.adopt_from(model)
         return self.held.answers(model, samples=samples)
-
-    def ran(self, file: ExportedFile, seen: list[Array]) -> None:
-        """The file gave these logits."""
-        if self.logits is None and file.held in MOST_EXACT:
-            self.logits = seen
 
 
 def verify_files(
@@ -165,33 +182,6 @@ def note_settings(check: FileCheck, file: ExportedFile, folder: Path, shape: Mod
     if given is not None and not given.is_in(file.path):
         check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
     check.settings = gguf_settings(file.path, shape, usual=given is not None)
-
-
-def check_file(file: ExportedFile, standard: Standard) -> FileCheck:
-    """Measure one file and hold it against the bounds of its precision."""
-    check = FileCheck(file.role, file.engine, file.precision, checked_with=file.engine, stored=file.held)
-    shape, passages = standard.shape, standard.passages
-    own = standard.read(check, file)
-    threads, context = 1 if shape.parameters < SMALL else None, context_for(standard.longest + BLOCK)
-    open_engine = opener(file, threads, context)
-    if open_engine is None:
-        check.checked_with, seen = standard.without_engine, own
-    else:
-        answer = partial(standard.answers, file, samples=True)
-        seen = compare_engine(check, open_engine, passages, own, answer)
-        check.positions, check.rope_border = sum(map(len, seen)), shape.rope_border
-    if seen is not None:
-        if standard.logits is not None:
-            measure(check, seen, standard.logits, passages)
-        standard.ran(file, seen)
-    del seen  # those of the fast mode take its place
-    open_fast = fast_opener(file, threads, context)
-    if open_engine is not None and open_fast is not None:
-        check.fast = FastCheck()
-        answer = partial(standard.answers, file, samples=False)
-        compare_engine(check.fast, open_fast, passages, own, answer)
-    judge(check)
-    return check
 
 
 def as_numbered(prompts: list[list[int]], subset: Vocabulary | None) -> list[list[int]]:

@@ -22,7 +22,6 @@ from edgespec_export.onnx.blocks import INT8, OFFSET4, in_blocks, split_kind
 from edgespec_export.onnx.folder import DATA
 from edgespec_export.onnx.to_mixed import export_mixed
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
-from edgespec_export.verify.files import check_file
 from edgespec_export.verify.pair import Reference
 from edgespec_export.verify.readback import onnx_weights
 from gguf.constants import GGMLQuantizationType as Kind
@@ -63,7 +62,7 @@ def onnx_file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_mixed(folder: Path, reference: Reference) -> None:
     """The exact graph has torch's logits, the fast one nearly."""
-    check = check_file(ExportedFile("target", "onnxruntime", "mixed", folder), reference)
+    check = reference.check(ExportedFile("target", "onnxruntime", "mixed", folder))
     assert check.broken == []
     assert (check.engine_relative or 1.0) < 1e-5
     assert check.fast is not None
@@ -226,7 +225,7 @@ def test_a_gguf_file_has_the_chosen_types(model: Path, tmp_path: Path) -> None:
     assert made["bits"]["quality"]["top1"] >= 0.5
     assert any("which Q4_K, Q5_K, Q6_K do not fit" in note for note in made["notes"])
     assert json.loads((tmp_path / f"target-q_mixed.{CHOICE}").read_text())["kinds"] == kinds
-    check = check_file(ExportedFile("target", "llama.cpp", "q_mixed", out), Reference(model, PROMPTS))
+    check = Reference(model, PROMPTS).check(ExportedFile("target", "llama.cpp", "q_mixed", out))
     assert check.broken == []
 
 

@@ -14,7 +14,7 @@ from edgespec_export.answers.replies import Questions, Reply
 from edgespec_export.bundle.write import write_bundle
 from edgespec_export.formats.export import ExportedFile, export_pair
 from edgespec_export.npu.to_npu import export_npu
-from edgespec_export.verify.files import Standard, check_file
+from edgespec_export.verify.files import Standard
 from edgespec_export.verify.pair import Reference
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
@@ -65,7 +65,7 @@ def test_every_precision_holds_its_bounds(families: dict[str, Path], exported: P
     reference = Reference(families["llama"], ROWS[:2])
     for precision in OPTIONS.npu:
         path = exported / "export" / "target" / f"static-{precision}"
-        check = check_file(ExportedFile("target", "static", precision, path), reference)
+        check = reference.check(ExportedFile("target", "static", precision, path))
         assert check.broken == []
         assert check.checked_with == "static"
         assert check.fast is None
@@ -88,12 +88,12 @@ def test_a_file_is_compared_as_far_as_its_context_goes(
     alone = Standard(reference.shape, reference.parameters, None, prompts)
     alone.held = HeldOut(asked, reference.shape)
     for standard in (reference, alone):
-        check = check_file(ExportedFile("target", "static", "fp32", path), standard)
+        check = standard.check(ExportedFile("target", "static", "fp32", path))
         assert (check.broken, check.positions) == ([], 64 + 20)
         assert check.answers is not None
         assert [sample.question for sample in check.answers.samples] == ["short"]
     whole = ExportedFile("target", "onnxruntime", "fp32", exported / "export" / "target" / "onnx-fp32")
-    assert [check_file(whole, standard).positions for standard in (reference, alone)] == [110, 84]
+    assert [standard.check(whole).positions for standard in (reference, alone)] == [110, 84]
 
 
 @pytest.mark.parametrize("damage", ["gate and up swapped", "RoPE base doubled", "epsilon"])
@@ -111,8 +111,8 @@ def test_a_damaged_export_is_caught(families: dict[str, Path], tmp_path: Path, d
         config |= {"rope_theta": 1e5, "rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}
     write_json(source / "config.json", config)
     export_npu(source, tmp_path / "static", OPTIONS)
-    check = check_file(
-        ExportedFile("target", "static", "fp32", tmp_path / "static"), Reference(families["llama"], ROWS[:2])
+    check = Reference(families["llama"], ROWS[:2]).check(
+        ExportedFile("target", "static", "fp32", tmp_path / "static")
     )
     wanted = "weights difference" if damage == "gate and up swapped" else "engine difference"
     assert any(reason.startswith(wanted) for reason in check.broken), check.broken

@@ -11,7 +11,6 @@ import onnxruntime as ort
 import pytest
 from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
-from edgespec_export.verify.files import check_file
 from edgespec_export.verify.pair import Reference
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from safetensors.torch import load_file, save_file
@@ -45,7 +44,7 @@ def test_rounding_is_that_of_the_weights_alone(
     reference = Reference(families[family], PROMPTS)
     for precision, low, high in (("fp16", 1e-4, 3e-4), ("int8", 3e-3, 8e-3)):
         file = ExportedFile("target", "onnxruntime", precision, stored[family, precision])
-        check = check_file(file, reference)
+        check = reference.check(file)
         assert check.broken == []
         assert low < check.weights_relative < high
         assert (check.engine_relative or 0.0) < 1e-5

@@ -31,7 +31,7 @@ from edgespec_export.verify.exported_pair import (
 )
 from edgespec_export.verify.exported_pair_report import about, acceptance_table, broken_bounds, rows_of
 from edgespec_export.verify.file_check import fast_opener
-from edgespec_export.verify.files import Standard, check_file
+from edgespec_export.verify.files import Standard
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, write_vocabulary
@@ -126,7 +126,7 @@ def test_the_most_exact_file_is_the_standard_whatever_its_pairs_name(files: list
     shape = ModelShape.from_config(read_json(files[0].path.parents[2] / "drafter" / "config.json"))
     standard = Standard(shape, shape.parameters, None, PROMPTS)
     standard.held = HeldOut(Questions(PROMPTS, ["Why?"] * len(PROMPTS), frozenset({2}), str), shape)
-    checks = [check_file(file, standard) for file in standard.ordered(swapped)]
+    checks = [standard.check(file) for file in standard.ordered(swapped)]
     assert [check.stored for check in checks] == ["fp32", "int4"]
     assert [check.broken for check in checks] == [[], []]
     exact, rounded = checks

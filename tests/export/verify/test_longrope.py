@@ -19,7 +19,6 @@ from changed_gguf import in_place
 from edgespec_export.formats.export import ExportedFile, check_possible
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify.files import check_file
 from edgespec_export.verify.pair import Reference
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
@@ -170,7 +169,7 @@ def test_a_file_is_verified_across_the_border(
     reference = Reference(files["model"], [TEXT[:50]])
     precision = "fp32" if engine_name == "onnxruntime" else "f32"
     file = ExportedFile("target", engine_name, precision, files[engine_name])
-    check = check_file(file, reference)
+    check = reference.check(file)
     assert (check.broken, check.rope_border, check.positions) == ([], BORDER, 50 + 2 * 4)
     way = Way(EXACT, engine_name, precision, rope_border=BORDER)
     entry = vars(check) | {"fast": None}
@@ -181,7 +180,7 @@ def test_a_file_is_verified_across_the_border(
     )
 
     monkeypatch.setattr(bundle, "across_border", lambda engine: engine)  # as every engine is by itself
-    assert any(text.startswith("engine difference") for text in check_file(file, reference).broken)
+    assert any(text.startswith("engine difference") for text in reference.check(file).broken)
 
 
 def test_llama_cpp_keeps_one_context_at_a_time(files: dict[str, Path]) -> None:

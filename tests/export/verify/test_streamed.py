@@ -15,7 +15,6 @@ from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.repeat import layer_of
 from edgespec_export.verify import pair as verify
 from edgespec_export.verify import streamed_check
-from edgespec_export.verify.files import check_file
 from edgespec_export.verify.pair import Reference, target_standard, verify_pair
 from edgespec_export.verify.readback import gguf_weights
 from edgespec_export.verify.report import verification_table
@@ -98,7 +97,7 @@ def test_both_ways_find_the_same_damage(folder: Path, tmp_path: Path, damage: An
     save_file(tensors, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
     export_gguf(tmp_path / "damaged", tmp_path / "f32.gguf", "f32")
     file = ExportedFile("target", "llama.cpp", "f32", tmp_path / "f32.gguf")
-    whole, layers = (check_file(file, kind(folder / "target", PROMPTS)) for kind in (Reference, Streamed))
+    whole, layers = (kind(folder / "target", PROMPTS).check(file) for kind in (Reference, Streamed))
     assert layers.worst_weight == whole.worst_weight != ""
     assert layers.weights_relative == pytest.approx(whole.weights_relative, rel=1e-3)
     assert layers.broken == pytest.approx(whole.broken)
@@ -129,7 +128,7 @@ def test_both_ways_find_what_is_absent(
         monkeypatch.setattr(module, "weights_of", some)
     file = ExportedFile("target", "onnxruntime", "fp32", folder / "export" / "target" / "onnx-fp32")
     for kind in (Reference, Streamed):
-        broken = check_file(file, kind(folder / "target", PROMPTS)).broken
+        broken = kind(folder / "target", PROMPTS).check(file).broken
         assert broken[0].startswith(f"tensor {name} has shape")
         assert broken[1] == words
 

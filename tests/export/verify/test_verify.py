@@ -18,7 +18,7 @@ from edgespec_export.verify import exported_pair, file_check
 from edgespec_export.verify import pair as verify
 from edgespec_export.verify import tokenizers as verify_tokenizers
 from edgespec_export.verify.file_check import FileCheck, judge
-from edgespec_export.verify.files import as_numbered, check_file
+from edgespec_export.verify.files import as_numbered
 from edgespec_export.verify.pair import Reference, verify_pair
 from edgespec_export.verify.report import verification_table
 from edgespec_recipes.models.loading import load_model, save_model
@@ -138,7 +138,7 @@ def test_a_damaged_export_is_caught_at_every_precision(
 ) -> None:
     source = damaged_copy(families["llama"], tmp_path / "damaged", **DAMAGES[damage])
     for precision in ("fp32", "int4", "f16", "q8_0") if with_and_without_llama_cpp else ("f16", "q8_0"):
-        check = check_file(exported(source, tmp_path, precision), llama)
+        check = llama.check(exported(source, tmp_path, precision))
         assert check.broken, (damage, precision, check)
         assert any(word in check.broken[0] for word in FOUND_BY[damage]), check.broken
 
@@ -153,7 +153,7 @@ def test_a_skipped_permutation_is_caught(
     with_and_without_llama_cpp: bool,
 ) -> None:
     monkeypatch.setattr(to_gguf, "permute_qk", lambda weight, heads: weight)
-    check = check_file(exported(families["llama"], tmp_path, precision), llama)
+    check = llama.check(exported(families["llama"], tmp_path, precision))
     assert "self_attn.q_proj" in check.broken[0] or "self_attn.k_proj" in check.broken[0]
 
 
@@ -168,7 +168,7 @@ def test_accuracy_level_4_breaks_the_block_bound(
             if attribute.name == "accuracy_level":
                 attribute.i = 4
     onnx.save(model, file.path / "model.onnx")
-    check = check_file(file, llama)
+    check = llama.check(file)
     assert any("engine difference" in reason for reason in check.broken)
 
 
@@ -184,7 +184,7 @@ def test_a_wrong_fast_graph_is_caught(families: dict[str, Path], llama: Referenc
                 if name.startswith(f"{here}.MatMul.weight"):
                     node.input[place] = name.replace(here, there)
     onnx.save(model, file.fast_graph)
-    check = check_file(file, llama)
+    check = llama.check(file)
     assert check.fast is not None
     assert len(check.broken) == 1
     assert "in fast mode above 0.1" in check.broken[0]
@@ -199,7 +199,7 @@ def test_a_changed_rope_table_is_caught(families: dict[str, Path], llama: Refere
     values[16 * 5] += 0.1  # one angle of position 5
     table.raw_data = values.tobytes()
     onnx.save(model, file.path / "model.onnx")
-    assert "engine difference" in check_file(file, llama).broken[0]
+    assert "engine difference" in llama.check(file).broken[0]
 
 
 def test_a_broken_bound_fails_with_the_table(pair: Path, families: dict[str, Path], tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_biases_that_are_zero_may_be_absent(
     save_file(zero, model / "model.safetensors", metadata={"format": "pt"})
     export_onnx(model, tmp_path / "onnx", precision)
     file = ExportedFile("target", "onnxruntime", precision, tmp_path / "onnx")
-    assert check_file(file, Reference(model, PROMPTS)).broken == []
+    assert Reference(model, PROMPTS).check(file).broken == []
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    broken = check_file(file, Reference(model, PROMPTS)).broken
+    broken = Reference(model, PROMPTS).check(file).broken
     assert any("tensors are absent" in one and ".bias" in one for one in broken)

@@ -9,7 +9,6 @@ import pytest
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify.files import check_file
 from edgespec_export.verify.pair import Reference
 from family_cases import CASES
 from tiny_models import make_model_folder
@@ -40,7 +39,7 @@ def test_exported_files_pass(case: str, tmp_path: Path) -> None:
     for engine, precision in FILES:
         out = tmp_path / (f"{precision}.gguf" if engine == "llama.cpp" else precision)
         (export_gguf if engine == "llama.cpp" else export_onnx)(model, out, precision)
-        check = check_file(ExportedFile("target", engine, precision, out), reference)
+        check = reference.check(ExportedFile("target", engine, precision, out))
         assert check.checked_with == engine
         assert check.broken == [], (engine, precision)
         border = 256 if case == "phi3 longrope" else None
@@ -54,7 +53,7 @@ def test_a_norm_without_its_one_is_caught(tmp_path: Path) -> None:
     export_onnx(model, tmp_path / "onnx", "fp32")
     settings = tmp_path / "onnx" / "genai_config.json"
     write_json(settings, read_json(settings) | {"model": read_json(settings)["model"] | {"type": "llama"}})
-    check = check_file(ExportedFile("target", "onnxruntime", "fp32", tmp_path / "onnx"), reference)
+    check = reference.check(ExportedFile("target", "onnxruntime", "fp32", tmp_path / "onnx"))
     assert any("weights difference" in text and "norm" in text for text in check.broken)
 
 
