@@ -8,7 +8,6 @@ comes with a dataset (datasets 4 and newer cannot).
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from edgespec.core.errors import InputError, MissingExtra
-from edgespec.core.files import MAX_JSON_BYTES, read_json
+from edgespec.core.files import MAX_JSON_BYTES, parse_json, read_json
 from edgespec.core.texts import check_json, check_text
 from edgespec.recipe.data_sources import HUB, HUB_FORM, ROW_FILES, parse_hub, source_files
 
@@ -84,10 +83,7 @@ def json_rows(file: Path, longest: int) -> Numbered:
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is not valid JSON: {error}") from error
+    row = parse_json(line, where)
     if isinstance(row, dict):
         check_json(line, row, where)
         return row
