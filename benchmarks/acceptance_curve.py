@@ -41,7 +41,7 @@ from edgespec_recipes.models.target_weights import TargetWeights
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.stored.written_rows import WrittenRows
-from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted, read_states
+from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Mapped, Wanted, find_states
 from edgespec_recipes.training.distill_head import FITTED, HeadObjective, UnrolledHead, unrolled
 from edgespec_recipes.training.objective import Objective, overlap
 from edgespec_recipes.training.trainer import collate, train
@@ -79,10 +79,11 @@ def measured_row(
 
 
 def texts(shard: Path) -> Iterator[tuple[dict[str, Any], np.ndarray, np.ndarray]]:
-    for row, records, features in read_states(shard):
+    mapped = Mapped()
+    for row, records, features in find_states(shard):
         if records is None or features is None:
             sys.exit(f"{shard} has no hidden states or no distributions; give the data of a head's build")
-        yield row, records, features
+        yield row, mapped.read(records), mapped.read(features)
 
 
 def copy(written: Path, out: Path, numbers: range, *, states: bool) -> Path:

@@ -37,7 +37,7 @@ def load_target(folder: Path, how: InferenceOptions, device: torch.device) -> An
     if how.bits is not None:
         model = load_model(folder, dtype, **_rounded(how, device))
     elif how.max_memory:
-        places = device_map(folder, dtype, budgets(how.max_memory, device), device)
+        places = device_map(folder, dtype, budgets(how.max_memory, device))
         scratch = tempfile.mkdtemp(prefix="edgespec-")  # stays empty where the files can be read as they are
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
         model = load_model(folder, dtype, device_map=places, offload_folder=scratch)
@@ -106,9 +106,7 @@ def budgets(given: tuple[str, ...], device: torch.device) -> dict[int | str, int
     return {main: found[main], **others}
 
 
-def device_map(
-    folder: Path, dtype: torch.dtype, room: dict[int | str, int], device: torch.device
-) -> dict[str, int | str]:
+def device_map(folder: Path, dtype: torch.dtype, room: dict[int | str, int]) -> dict[str, int | str]:
     """Where each part of the model goes, as from_pretrained reads it. Raises InputError where the main device is too small."""
     from accelerate import init_empty_weights
 

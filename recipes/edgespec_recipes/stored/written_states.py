@@ -115,14 +115,6 @@ class Mapped:
         return found
 
 
-def read_states(shard: Path) -> Iterator[tuple[dict[str, Any], np.ndarray | None, np.ndarray | None]]:
-    """(row, its records [R], its features [P + R − 1, G]) of every row of a shard, mapped from disk; None where not kept."""
-    mapped = Mapped()
-    for row, *parts in find_states(shard):
-        records, features = (None if part is None else mapped.read(part) for part in parts)
-        yield row, records, features
-
-
 def find_states(shard: Path) -> Iterator[tuple[dict[str, Any], Part | None, Part | None]]:
     """(row, where its records [R] are, where its features [P + R − 1, G] are) of every row of a shard; None where not kept.
 

@@ -63,9 +63,6 @@ class Report:
         seen = {row["domain"] for row in self.results["means"]}
         return [domain for domain in DOMAIN_NAMES if domain in seen]
 
-    def _tasks(self, domain: str) -> list[str]:
-        return [name for name, task in self.results["tasks"].items() if task["domain"] == domain]
-
     # parts ------------------------------------------------------------------------------------------------------------
 
     def header(self) -> str:
@@ -125,9 +122,10 @@ class Report:
     def default(self) -> str:
         given, best = self.results, self.results["best"]
         first, *others = best["ranking"]
+        tasks = " and ".join(name for name, task in given["tasks"].items() if task["domain"] == "in")
         lines = [
             "## The default",
-            f"The arm with the highest τ at γ = {self.gamma}, as the mean over {' and '.join(self._tasks('in'))} and all "
+            f"The arm with the highest τ at γ = {self.gamma}, as the mean over {tasks} and all "
             f"samplings, is **{first['arm']}** ({given['arms'][first['arm']]['shows']}): τ = {shown(first['tau'])}.",
         ]
         if others:

@@ -71,11 +71,6 @@ class _Part:
         return self.target(getattr(head, "ids", None))
 
 
-def finish_at(steps: int) -> int:
-    """The step from which on `distill.finish` is learnt."""
-    return math.ceil((1 - FINISH) * steps)
-
-
 def with_selection(options: DistillOptions, reference: Path | None) -> DistillOptions:
     """The options with the learning rate of a token selection. Raises InputError for a selection without a reference."""
     if options.select_fraction < 1 and reference is None:
@@ -112,7 +107,7 @@ class Objective:
         self.hard = options.labels == "hard"
         self.divergence = self.main = divergence(options)
         self.last = divergence(replace(options, divergence=options.finish)) if options.finish else self.main
-        self.last_from_slot = finish_at(options.steps) * options.batch_size
+        self.last_from_slot = math.ceil((1 - FINISH) * options.steps) * options.batch_size
         self.fraction = options.select_fraction if reference is not None else 1.0
         self.selects = self.fraction < 1
         self.mean, self.seed = options.mean, seed

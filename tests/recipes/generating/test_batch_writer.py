@@ -25,11 +25,11 @@ from edgespec_recipes.generating.response_shards import Request, damaged_shards,
 from edgespec_recipes.generating.target_store import store_targets
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.stored import written_states
-from edgespec_recipes.stored.written_states import read_states
 from edgespec_recipes.training.distill import responses_of
 from edgespec_runtime.batched.sequences import PASS_TOKENS, LlamaCppSequences
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 from repository import PYTHONPATH
+from stored_rows import read_states
 from tiny_models import make_model_folder
 from writing_target import TARGET, make_writing_target, near, near_records, one_pass, shards
 

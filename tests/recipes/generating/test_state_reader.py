@@ -17,8 +17,8 @@ from edgespec_recipes.generating.state_reader import StateReader, read_again, re
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.written_rows import JoinedRows, WrittenRows
-from edgespec_recipes.stored.written_states import read_states
 from edgespec_recipes.training.distill_head import _warn_of_harm, distill_head
+from stored_rows import read_states
 from tiny_models import TEMPLATE, make_model_folder
 from writing_target import (
     FILE,

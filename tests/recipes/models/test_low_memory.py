@@ -55,12 +55,12 @@ def test_layers_on_the_disk_give_the_same_logits(target: Path, dtype: str) -> No
 
 
 def test_whole_layers_fill_the_budget_in_order(target: Path) -> None:
-    places = device_map(target, torch.float32, {"cpu": 2**30}, CPU)
+    places = device_map(target, torch.float32, {"cpu": 2**30})
     assert set(places.values()) == {"cpu"}
-    none = device_map(target, torch.float32, {"cpu": 300_000}, CPU)
+    none = device_map(target, torch.float32, {"cpu": 300_000})
     assert [none[f"model.layers.{layer}"] for layer in range(5)] == ["disk"] * 5
-    halves = device_map(target, torch.bfloat16, {"cpu": 512 * 1024}, CPU)
-    singles = device_map(target, torch.float32, {"cpu": 512 * 1024}, CPU)
+    halves = device_map(target, torch.bfloat16, {"cpu": 512 * 1024})
+    singles = device_map(target, torch.float32, {"cpu": 512 * 1024})
     assert list(halves.values()).count("disk") < list(singles.values()).count("disk")
 
 
