@@ -22,7 +22,7 @@ from edgespec_export.answers.report import answers_table, warnings
 from edgespec_export.answers.verdict import CLOSE, CLOSE_ANSWERS, SAME, SAME_ANSWERS, modes_of
 from edgespec_export.bundle.card_engines import Rates, Values, commands_of, engine_sections, hub_id
 from edgespec_export.bundle.default_choice import TIMED_FILES, choice_table
-from edgespec_export.verify.exported_pair_report import about, acceptance_table
+from edgespec_export.verify.report import about, acceptance_table
 
 MAX_TEXT = 200  # characters of a stranger's name, licence or source
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|&~!$:@])")  # what Markdown or a renderer of it would read as markup
@@ -57,7 +57,6 @@ class Card:
     foreign: FoundTarget | None = None
 
     def text(self) -> str:
-        """The whole file."""
         parts = [
             self._head(),
             self._measured(),

@@ -264,7 +264,7 @@ def overlaps(
 
 
 def as_json(runs: Sequence[PairRun]) -> list[dict[str, Any]]:
-    """Raw counts, prompt by prompt; exported_pair_report derives the rest."""
+    """Raw counts, prompt by prompt; report.py derives the rest."""
     return [asdict(run) for run in runs]
 
 

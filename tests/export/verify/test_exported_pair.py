@@ -29,9 +29,9 @@ from edgespec_export.verify.exported_pair import (
     overlaps,
     pairs_of,
 )
-from edgespec_export.verify.exported_pair_report import about, acceptance_table, broken_bounds, rows_of
 from edgespec_export.verify.file_check import fast_opener
 from edgespec_export.verify.files import Standard
+from edgespec_export.verify.report import about, acceptance_table, broken_bounds, rows_of
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, write_vocabulary
