@@ -105,7 +105,10 @@ def write_bundle(
         sizes = _copy(exported, export_folder, folder)
         (folder / "tokenizer").mkdir()
         copy_tokenizer(target_folder, folder / "tokenizer")
-        _write_stop_ids(folder / "tokenizer", target_folder)
+        # with every id that ends a reply: the runtime reads no other file for them
+        ends = stop_ids(target_folder, FolderTokenizer(target_folder).whole.eos_token_id)
+        generation = read_generation_config(target_folder) | {"eos_token_id": ends}
+        write_json(folder / "tokenizer" / GENERATION, generation)
         if subset is not None:
             write_vocabulary(folder / DRAFTERS_VOCABULARY, subset)
         write_jsonl(folder / "prompts.jsonl", [{"messages": list(messages)} for messages in prompts])
@@ -173,12 +176,6 @@ def write_bundle(
         manifest = replace(manifest, files={card.name: entry, **manifest.files})
         write_manifest(folder, manifest)
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
-
-
-def _write_stop_ids(folder: Path, target: Path) -> None:
-    """The target's generation config, with every id that ends a reply: the runtime reads no other file for them."""
-    ends = stop_ids(target, FolderTokenizer(target).whole.eos_token_id)
-    write_json(folder / GENERATION, read_generation_config(target) | {"eos_token_id": ends})
 
 
 def _copy(exported: Sequence[ExportedFile], export_folder: Path, folder: Path) -> dict[Path, int]:

@@ -72,14 +72,9 @@ BOUNDS = {
 }
 
 
-# A GGUF file of somebody else's may have any type; the weights are then those of the folder that was made from it.
+# Of a GGUF type that edgespec does not write, as a file of somebody else's may have: those of its coarsest. The weights are then
+# those of the folder that was made from the file.
 ANY_GGUF = Bounds(weights=2e-1, engine=1e-1, block=1e-4)
-
-
-def bounds_of(precision: str) -> Bounds:
-    """The bounds of one precision; of a GGUF type that edgespec does not write, those of its coarsest."""
-    return BOUNDS.get(precision, ANY_GGUF)
-
 
 # Most KL allowed, by precision; what is not listed (3 to 5 bits) is told and not bounded: it is the price of the size.
 # Measured on a trained target of 14M: fp32 8e-13, f32 1e-7 (keys and values are F16), f16 2e-7, bf16 8e-6, int8 6e-5, q8_0 2e-4,
@@ -350,7 +345,7 @@ def fed(model: CachedEngine, passage: Passage, count: int) -> Array:
 
 def judge(check: FileCheck) -> None:
     """Hold what was measured against the bounds of the file's precision; what breaks one goes to `broken`."""
-    bounds = bounds_of(check.stored or check.precision)
+    bounds = BOUNDS.get(check.stored or check.precision, ANY_GGUF)
     measured = {
         "weights": check.weights_relative,
         "engine": check.engine_relative,

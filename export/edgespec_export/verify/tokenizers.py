@@ -255,24 +255,19 @@ def check_tokenizers(
         step()
     for file in files:
         if file.path.is_file() or (file.path / "tokenizer.json").exists():  # else it has none of its own
-            own_numbers = subset and file.role == "drafter"
-            checks.append(_check_file(file, sources[file.role], references[file.role], subset=own_numbers))
+            source, reference = sources[file.role], references[file.role]
+            check = TokenizerCheck(f"{file.role} {file.engine} {file.precision}", source.name)
+            try:
+                if file.engine == "llama.cpp":
+                    own_numbers = subset and file.role == "drafter"
+                    _check_gguf(check, file, source, reference, subset=own_numbers)
+                else:
+                    _check_onnx(check, file, source, reference)
+            except (EdgespecError, OSError, KeyError) as error:
+                check.broken.append(str(error)[:300])
+            checks.append(check)
         step()
     return checks
-
-
-def _check_file(
-    file: ExportedFile, source: Source, reference: JsonTokenizer, *, subset: bool
-) -> TokenizerCheck:
-    check = TokenizerCheck(f"{file.role} {file.engine} {file.precision}", source.name)
-    try:
-        if file.engine == "llama.cpp":
-            _check_gguf(check, file, source, reference, subset=subset)
-        else:
-            _check_onnx(check, file, source, reference)
-    except (EdgespecError, OSError, KeyError) as error:
-        check.broken.append(str(error)[:300])
-    return check
 
 
 def tokenizer_table(checks: Sequence[dict[str, Any]]) -> str:
