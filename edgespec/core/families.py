@@ -225,3 +225,9 @@ def family_for(fact: str, reader: str, config: Mapping[str, Any], where: Path | 
             f"{where} is a {family.model_type!r} model; {reader} knows {', '.join(having(fact))}"
         )
     return family
+
+
+def leave_out(name: str) -> str:
+    """How a person leaves out a format (onnx or gguf) that a model cannot have, for a message."""
+    other = "onnx" if name == "gguf" else "gguf"
+    return f"leave {name.upper()} out: --export.{name} '' of a build, --formats {other} of export"

@@ -17,9 +17,8 @@ from gguf import GGUFWriter
 from gguf.constants import RopeScalingType
 
 from edgespec.core.errors import InputError
-from edgespec.core.families import LONGROPE, Family
+from edgespec.core.families import LONGROPE, Family, leave_out
 from edgespec.core.shapes import ModelShape, rope_of
-from edgespec_export.gguf.leave_out import leave_out
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -61,7 +61,6 @@ def kind_of(shape: tuple[int, ...], precision: Precision, *, head: bool) -> Kind
 
 
 def bytes_of(shape: tuple[int, ...], kind: Kind) -> int:
-    """Bytes of a tensor in a file."""
     weights, size = GGML_QUANT_SIZES[kind]
     return int(np.prod(shape)) // int(weights) * int(size)
 

@@ -19,14 +19,13 @@ from gguf.constants import GGML_QUANT_VERSION, MODEL_ARCH
 from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.families import Family, family_for
+from edgespec.core.families import Family, family_for, leave_out
 from edgespec.core.files import whole_file
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import is_surplus, read_tensors
 from edgespec_export.gguf.hyperparameters import write_hyperparameters
 from edgespec_export.gguf.kernels import packed
-from edgespec_export.gguf.leave_out import leave_out
 from edgespec_export.gguf.quantize import (
     MIXED,
     PRECISIONS,

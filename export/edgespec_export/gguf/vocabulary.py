@@ -22,9 +22,9 @@ from gguf.constants import TokenType
 from tokenizers import Tokenizer
 
 from edgespec.core.errors import InputError
+from edgespec.core.families import leave_out
 from edgespec.core.files import read_json
 from edgespec.model_folder.chat_template import chat_template_of
-from edgespec_export.gguf.leave_out import leave_out
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -125,9 +125,10 @@ def _whole_vocabulary(model_folder: Path, config: dict[str, Any], vocab_size: in
         _add_roles(vocabulary, model_folder, settings, config)
         return vocabulary
     spec = read_json(path)
-    if _is_byte_level(spec):
+    bpe = spec["model"].get("type") == "BPE"
+    if bpe and any(step["type"] == "ByteLevel" for step in _steps(spec.get("pre_tokenizer"))):
         vocabulary = _byte_level(spec, path, vocab_size)
-    elif spec["model"].get("type") == "BPE" and spec["model"].get("byte_fallback"):
+    elif bpe and spec["model"].get("byte_fallback"):
         vocabulary = _sentencepiece(spec, path, vocab_size, model_file)
     else:
         raise InputError(
@@ -151,12 +152,6 @@ def _steps(node: dict[str, Any] | None) -> list[dict[str, Any]]:
         return [node]
     children = node.get("pretokenizers") or node.get("normalizers") or node.get("decoders") or []
     return [step for child in children for step in _steps(child)]
-
-
-def _is_byte_level(spec: dict[str, Any]) -> bool:
-    return spec["model"].get("type") == "BPE" and any(
-        step["type"] == "ByteLevel" for step in _steps(spec.get("pre_tokenizer"))
-    )
 
 
 def _describe(step: dict[str, Any]) -> str:
@@ -242,7 +237,6 @@ def _sentencepiece_model(model_file: Path, settings: Mapping[str, Any], vocab_si
 
 
 def _read_model(model_file: Path) -> Any:
-    """The parsed protobuf message of a tokenizer.model."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from sentencepiece import sentencepiece_model_pb2
 
@@ -286,9 +280,11 @@ def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file
     unknown = spec["model"].get("unk_token") or "<unk>"
     if unknown in tokens:
         types[tokens.index(unknown)] = int(TokenType.UNKNOWN)
-    scores = (
-        _scores_of_model(model_file, tokens) if model_file.exists() else _scores_of_merges(spec, path, tokens)
-    )
+    if model_file.exists():  # tokens added later get a score below those of its pieces
+        known = {piece.piece: float(piece.score) for piece in _read_model(model_file).pieces}
+        scores = [known.get(text, _ADDED_SCORE) for text in tokens]
+    else:
+        scores = _scores_of_merges(spec, path, tokens)
     prefix = any(
         step["type"] == "Prepend"
         or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
@@ -296,12 +292,6 @@ def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file
         for step in _steps(spec.get(part))
     )
     return _sentencepiece_vocabulary(tokens, types, scores, spec.get("added_tokens", ()), prefix=prefix)
-
-
-def _scores_of_model(model_file: Path, tokens: list[str]) -> list[float]:
-    """Scores of the SentencePiece model's pieces; tokens added later get a score below all of them."""
-    known = {piece.piece: float(piece.score) for piece in _read_model(model_file).pieces}
-    return [known.get(text, _ADDED_SCORE) for text in tokens]
 
 
 def _scores_of_merges(spec: dict[str, Any], path: Path, tokens: list[str]) -> list[float]:

@@ -18,11 +18,10 @@ import numpy as np
 from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec.core.families import FULL, LONGROPE, SLIDING, Family, family_for
+from edgespec.core.families import FULL, LONGROPE, SLIDING, Family, family_for, leave_out
 from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.model_folder.config import corrected_ids
 from edgespec_export.gguf.hyperparameters import rotated_layers
-from edgespec_export.gguf.leave_out import leave_out
 
 Array = np.ndarray[Any, Any]
 

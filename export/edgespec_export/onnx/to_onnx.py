@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_you_mean
-from edgespec.core.families import Family
+from edgespec.core.families import Family, leave_out
 from edgespec.core.files import read_json, whole_file, whole_folder
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import corrected_folder, read_config
-from edgespec_export.gguf.leave_out import leave_out
 from edgespec_export.onnx.families import check_settings, finish, prepare
 from edgespec_export.onnx.folder import written
 from edgespec_export.onnx.one_more_row import attend_one_more_row
