@@ -72,7 +72,6 @@ class Chosen:
     fallbacks: tuple[str, ...]
 
     def text(self) -> str:
-        """In one line."""
         counts = sorted(Counter(self.kinds.values()).items())
         shares = ", ".join(f"{number} matrices {kind}" for kind, number in counts)
         return (

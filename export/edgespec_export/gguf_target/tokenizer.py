@@ -116,7 +116,6 @@ class Tables:
         return found
 
     def roles(self) -> dict[str, int]:
-        """Ids of the special tokens by role."""
         found = {role: self.number(f"{name}_token_id") for role, name in ROLES.items()}
         return {role: index for role, index in found.items() if index is not None}
 

@@ -132,7 +132,6 @@ class _Graph(Nodes):
         return self.add("Add", [x, self.linear(inner, f"{at}.down_proj")], f"{at}.left")
 
     def head(self, embedding: Array) -> Any:
-        """The whole model."""
         from onnx import TensorProto, helper
 
         shape, size = self.shape, self.shape["head_dim"]

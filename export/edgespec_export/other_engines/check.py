@@ -225,7 +225,6 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
 def open_other(
     name: str, bundle: Path, manifest: Manifest, options: Options, stops: frozenset[int], context: int
 ) -> OtherEngine:
-    """The engine of that name."""
     if name == GENAI:
         return GenAi(bundle, stops)
     if name == TRANSFORMERS:

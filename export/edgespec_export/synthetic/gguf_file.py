@@ -75,7 +75,6 @@ def write_gguf(shape: ModelShape, out_file: Path, precision: str, seed: int = 0)
 
 
 def _tensors(shape: ModelShape, precision: str) -> Iterator[Tensor]:
-    """Every tensor in the order of the file."""
     if precision not in PRECISIONS:
         raise InputError(f"GGUF precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
     kind = PRECISIONS[precision].kind

@@ -61,7 +61,6 @@ class JsonTokenizer:
         return any(section.startswith((" ", "▁")) for section in (first, *others))
 
     def specials(self) -> dict[str, int]:
-        """The special tokens by their text."""
         added = self.special.get_added_tokens_decoder()
         return {token.content: index for index, token in added.items() if token.special and token.content}
 

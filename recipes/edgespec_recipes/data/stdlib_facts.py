@@ -247,7 +247,6 @@ def _no_collector() -> Iterator[None]:
 
 
 def _parse() -> dict[str, ast.Module]:
-    """The syntax tree of every module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in the library's own strings
         return {

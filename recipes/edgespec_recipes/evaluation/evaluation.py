@@ -57,7 +57,6 @@ def teacher_forced(
     responses: Sequence[Sequence[int]],
     sampling: Sampling,
 ) -> list[TeacherForced]:
-    """One for each prompt."""
     scored = agreement(target, {"": draft}, prompts, responses, sampling)[""]
     return [
         TeacherForced(
@@ -105,7 +104,6 @@ class HeldOut:
         ]
 
     def counts(self, draft: Any, sampling: Sampling, draft_length: int) -> list[dict[str, Any]]:
-        """Raw counts of speculative decoding."""
         generator = self._generator()
         return [
             asdict(counts)
@@ -131,7 +129,6 @@ def _load(
     seed: int,
     inference: InferenceOptions,
 ) -> tuple[HeldOut, dict[str, Any]]:
-    """(the target with its prompts, the drafters' models)."""
     device = processes.device()
     target, tokenizer = load_target(target_folder, inference, device), load_tokenizer(target_folder)
     models = {name: load_model(folder).to(device) for name, folder in drafters.items()}

@@ -26,8 +26,6 @@ Answers = tuple[list[list[int]], Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Request:
-    """One response to be written."""
-
     id: int
     messages: Messages
     prompt_ids: list[int]

@@ -124,7 +124,6 @@ class ServerTarget:
         return added == 1
 
     def split(self, text: str) -> list[int]:
-        """The target's own tokens of a text."""
         return plain_ids(self.tokenizer, text)
 
     def _counted(self, text: str) -> int:

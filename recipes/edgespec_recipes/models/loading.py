@@ -45,7 +45,6 @@ def first_line(error: BaseException) -> str:
 
 
 def shape_of(model: Any) -> ModelShape:
-    """The shape of a model in torch."""
     return ModelShape.from_config(model.config.to_dict())
 
 

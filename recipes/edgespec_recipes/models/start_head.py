@@ -131,7 +131,6 @@ def best_guess(head: FeatureHead, embedding: Tensor, seen: Iterable[tuple[Tensor
 
 
 def _of_layer(weights: Mapping[str, Tensor], layer: str, name: str) -> Tensor:
-    """The target's tensor of that name in one of its layers."""
     for part in ("", "self_attn.", "mlp."):
         if f"{layer}{part}{name}" in weights:
             return weights[f"{layer}{part}{name}"].float()

@@ -64,7 +64,6 @@ class Draws:
         return np.vstack([np.ones(self.seeds), 1.0 + z - z.mean(1, keepdims=True)])
 
     def prompt_weights(self, task: str, size: int) -> np.ndarray:
-        """How often each prompt was drawn."""
         if (task, size) not in self.drawn:
             generator = np.random.default_rng([size, *task.encode()])
             weights = generator.multinomial(size, np.full(size, 1.0 / size), self.replicates)
@@ -97,7 +96,6 @@ class Cell:
 
     @cached_property
     def vectors(self) -> dict[str, Vector]:
-        """The vector of every metric."""
         emitted = self._sum(self.emitted)
         tau = emitted / self._sum(self.blocks)
         return {

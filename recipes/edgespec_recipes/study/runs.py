@@ -246,7 +246,6 @@ class Runs:
         return inputs
 
     def _read_by(self, recipe: Recipe, inputs: DistillInputs) -> Reads:
-        """What a distillation reads."""
         models = [self.target, inputs.drafter, *([inputs.reference] if inputs.reference else [])]
         stored = [inputs.store.relative_to(self.out).as_posix()] if inputs.store else []
         fixed = recipe.distill.fixed if recipe.distill.fixed_fraction else ""
