@@ -22,6 +22,7 @@ from edgespec.core.families import FULL, LONGROPE, SLIDING, Family, family_for, 
 from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.model_folder.config import corrected_ids
 from edgespec_export.gguf.hyperparameters import rotated_layers
+from edgespec_export.onnx.folder import unlike
 
 Array = np.ndarray[Any, Any]
 
@@ -118,9 +119,7 @@ def finish(folder: Path, model_folder: Path, config: Mapping[str, Any]) -> None:
     border, tables = _tables(model_folder, family)
     for name, table in tables:
         if name not in places:
-            raise EdgespecError(
-                f"{path} has no {name}; this onnxruntime-genai names RoPE's tables differently"
-            )
+            raise unlike(f"{path} has no {name}")
         _replace(folder, places[name], table)
     if border is not None:
         model.metadata_props.add(key=ROPE_BORDER, value=str(border))
@@ -228,6 +227,4 @@ def _scale_embedding(graph: Any, shape: ModelShape, path: Path) -> None:
             graph.initializer.append(from_array(exact, "model.embed_tokens.scale"))
             node.input[1] = "model.embed_tokens.scale"  # its own: the constant may serve other nodes
             return
-    raise EdgespecError(
-        f"{path} does not scale its embeddings; this onnxruntime-genai writes Gemma differently"
-    )
+    raise unlike(f"{path} does not scale its embeddings")

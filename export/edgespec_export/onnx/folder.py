@@ -8,6 +8,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from edgespec.core.errors import EdgespecError
+
 DATA = "model.onnx.data"
 IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
 CONTRIB = "com.microsoft"
@@ -78,3 +80,8 @@ def set_nodes(graph: Any, nodes: list[Any]) -> None:
 def written(folder: Path, *notes: str) -> dict[str, Any]:
     """What an export returns of a folder without sub-folders: {"bytes", "notes"}."""
     return {"bytes": sum(file.stat().st_size for file in folder.iterdir()), "notes": list(notes)}
+
+
+def unlike(what: str) -> EdgespecError:
+    """The error for a graph that the model builder wrote in another way than is known here."""
+    return EdgespecError(f"{what}; this onnxruntime-genai writes its graphs differently")

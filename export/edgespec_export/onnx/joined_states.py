@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from edgespec_runtime.engines.onnx_runtime import HIDDEN_STATES
 
-from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.errors import InputError
 from edgespec.core.files import scratch_beside, whole_file
 from edgespec.model_folder.head import JOINING, head_weights, target_layers
-from edgespec_export.onnx.folder import Nodes, written
+from edgespec_export.onnx.folder import Nodes, unlike, written
 from edgespec_export.onnx.head_graph import add_bytes
 from edgespec_export.onnx.smoothing import read_factors
 from edgespec_export.onnx.to_onnx import FAST_GRAPH
@@ -75,9 +75,7 @@ def join_states(graph_file: Path, early: tuple[int, ...], matrix: np.ndarray) ->
     norms = [f"model.layers.{layer}.input_layernorm.weight" for layer in early]
     found = {name: node.output[0] for node in graph.node for name in {*norms} & {*node.input}}
     if len(found) < len(norms) or HIDDEN_STATES not in {output.name for output in graph.output}:
-        raise EdgespecError(
-            f"{graph_file} gives no states of the layers {list(early)}; this onnxruntime-genai writes layers differently"
-        )
+        raise unlike(f"{graph_file} gives no states of the layers {list(early)}")
     last = AT + "last"
     for node in graph.node:
         for names in (node.input, node.output):

@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER, SPARE_TOKENS
 
-from edgespec.core.errors import EdgespecError
 from edgespec.core.files import whole_file
-from edgespec_export.onnx.folder import Nodes, set_nodes
+from edgespec_export.onnx.folder import Nodes, set_nodes, unlike
 
 ATTENTION = "GroupQueryAttention"
 ROWS = slice(0, 3)  # inputs of the attention: queries, keys and values, or all of them in the first
@@ -46,9 +45,7 @@ def attend_one_more_row(graph_file: Path) -> bool:
     model = onnx.load(graph_file, load_external_data=False)
     attentions = [node for node in model.graph.node if node.op_type == ATTENTION]
     if not attentions:
-        raise EdgespecError(
-            f"{graph_file} has no {ATTENTION}; this onnxruntime-genai writes attention differently"
-        )
+        raise unlike(f"{graph_file} has no {ATTENTION}")
     told = any(name for node in attentions for name in node.input[BY_ROW])
     if told or any(entry.key == ROPE_BORDER for entry in model.metadata_props):
         return False

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, whole_folder, write_json
-from edgespec_export.onnx.folder import DATA
+from edgespec_export.onnx.folder import DATA, unlike
 
 TEMPLATE_LAYERS = 2  # the first layer is written in another way than all that follow
 ALIGNED = 2**16  # large tensors start at a multiple, so that they can be mapped
@@ -69,9 +69,7 @@ def lengthen(graph: Any, layers: int) -> None:
     nodes = graph.node
     second = [place for place, node in enumerate(nodes) if layer_of(node.name) == 1]
     if not second:
-        raise EdgespecError(
-            "the exported graph has no nodes of a layer 1; this onnxruntime-genai names them differently"
-        )
+        raise unlike("the exported graph has no nodes of a layer 1")
     split = second[-1] + 1
     middle = [_moved_node(nodes[place], by) for by in range(1, layers - 1) for place in second]
     last = [_moved_node(node, layers - TEMPLATE_LAYERS) for node in nodes[split:]]

@@ -31,7 +31,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import corrected_folder, read_config
 from edgespec_export.onnx.families import check_settings, finish, prepare
-from edgespec_export.onnx.folder import written
+from edgespec_export.onnx.folder import unlike, written
 from edgespec_export.onnx.one_more_row import attend_one_more_row
 from edgespec_export.onnx.smoothing import smoothed, write_factors
 from edgespec_export.onnx.to_onnx_stored import share_int8_table, store_halves, widen_int8
@@ -156,9 +156,7 @@ def write_fast_graph(folder: Path) -> None:
         if attribute.name == "accuracy_level"
     ]
     if not levels:
-        raise EdgespecError(
-            f"{folder / 'model.onnx'} has no MatMulNBits with an accuracy level; this onnxruntime-genai quantises differently"
-        )
+        raise unlike(f"{folder / 'model.onnx'} has no MatMulNBits with an accuracy level")
     for level in levels:
         level.i = FAST_ACCURACY_LEVEL
     with whole_file(folder / FAST_GRAPH) as temporary:

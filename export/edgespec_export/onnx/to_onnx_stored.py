@@ -25,7 +25,7 @@ from edgespec_runtime.untrusted.genai_settings import SETTINGS
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, write_json
-from edgespec_export.onnx.folder import CONTRIB, DATA, IN_GRAPH, Nodes, set_nodes
+from edgespec_export.onnx.folder import CONTRIB, DATA, IN_GRAPH, Nodes, set_nodes, unlike
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.MatMul.weight"
 UINT8_ZERO = 128
@@ -73,9 +73,7 @@ def share_int8_table(folder: Path) -> None:
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     readers = [node for node in graph.node if TABLE in node.input]
     if [node.op_type for node in readers] != ["Gather"] or f"{HEAD}_Q8" not in tensors:
-        raise EdgespecError(
-            f"{folder} does not read {TABLE} with one Gather; this onnxruntime-genai writes int8 differently"
-        )
+        raise unlike(f"{folder} does not read {TABLE} with one Gather")
     width = tensors[TABLE].dims[1]
     reader, at = readers[0], "/widen/embed_tokens/"
     ids, output = reader.input[1], reader.output[0]
@@ -107,7 +105,7 @@ def widen_int8(folder: Path) -> None:
     graph = model.graph
     nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
     if not nodes:
-        raise EdgespecError(f"{folder} has no MatMulNBits; this onnxruntime-genai writes int8 differently")
+        raise unlike(f"{folder} has no MatMulNBits")
     made = Nodes()
     for node in nodes:
         settings = {attribute.name: attribute.i for attribute in node.attribute}
@@ -157,7 +155,6 @@ def widen_once(folder: Path) -> None:
 
 
 def _save_whole(model: Any, folder: Path) -> None:
-    """Graph and data file anew."""
     import onnx
 
     (folder / DATA).unlink()
