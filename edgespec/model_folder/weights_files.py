@@ -42,12 +42,6 @@ class Tensor:
     start: int
 
 
-def is_surplus(name: str, *, tied: bool) -> bool:
-    """Whether files store this tensor and no model has it: RoPE's rates in old checkpoints; an output table of its own where the
-    embedding is the output table (`tied`)."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
-
-
 def stored_type(folder: Path) -> str | None:
     """torch's name of the type that a folder's float weights are stored in: float32 for a mixture, None where there are none.
 

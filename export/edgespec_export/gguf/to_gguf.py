@@ -23,7 +23,7 @@ from edgespec.core.families import Family, family_for, leave_out
 from edgespec.core.files import whole_file
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.weights_files import is_surplus, read_tensors
+from edgespec.model_folder.weights_files import read_tensors
 from edgespec_export.gguf.hyperparameters import write_hyperparameters
 from edgespec_export.gguf.kernels import packed
 from edgespec_export.gguf.quantize import (
@@ -53,14 +53,17 @@ def permute_qk(weight: Array, heads: int) -> Array:
 class Checkpoint:
     """The safetensors files of a model folder: names and shapes at once, rows when asked for.
 
+    What files store and no model has is left out: RoPE's rates in old checkpoints, and an output table of its own where the
+    embedding is the output table.
     Raises InputError where there are none, where they are not whole, and for a tensor of a type that is not read.
     """
 
     def __init__(self, folder: Path) -> None:
+        tied = ModelShape.from_config(read_config(folder)).tied
         self._stored = {
             name: tensor
             for name, tensor in read_tensors(folder).items()
-            if not (name.endswith("rotary_emb.inv_freq") and tensor.dtype not in _DTYPES)
+            if not (name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"))
         }
         for name, tensor in self._stored.items():
             if tensor.dtype not in _DTYPES:
@@ -247,8 +250,6 @@ def _plan(
     head = "token_embd.weight" if shape.tied else "output.weight"
     entries = []
     for source in checkpoint:
-        if is_surplus(source, tied=shape.tied):
-            continue  # computed by the engine; the same table as the embedding
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise InputError(

@@ -26,7 +26,6 @@ from edgespec.core.files import scratch_beside, whole_folder, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.weights_files import is_surplus
 from edgespec.recipe.schema import ExportOptions
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.npu.graph import ALIGNED, DATA, MASKED, decoder
@@ -85,8 +84,6 @@ def write_weights(folder: Path, shape: ModelShape, length: int, sink: DataFile) 
     checkpoint = Checkpoint(folder)
     tensors: dict[str, Any] = {}
     for stored in checkpoint:
-        if is_surplus(stored, tied=shape.tied):
-            continue
         name = graph_name(stored)
         if name is None:
             raise InputError(f"{folder} has a tensor {stored!r}, which the static graph has no place for")

@@ -22,7 +22,6 @@ from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.weights_files import is_surplus
 from edgespec.planning.costs import BUILDER, WHOLE
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.folder import DATA, written
@@ -129,10 +128,8 @@ def _write_slice(
     for name in (*TOKENIZER_FILES, "generation_config.json", "special_tokens_map.json"):
         if (model / name).is_file():
             shutil.copyfile(model / name, folder / name)
-    tensors, tied = {}, ModelShape.from_config(config).tied
+    tensors = {}
     for name in checkpoint:
-        if is_surplus(name, tied=tied):
-            continue
         number = layer_of(name)
         if number is not None and number not in slots:
             continue

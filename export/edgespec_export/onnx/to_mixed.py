@@ -1,29 +1,33 @@
 """A model folder as a mixed ONNX folder: each matrix in the kind of blocks that was chosen for it (blocks.py).
 
-The builder writes its int4 graph; then the weights are read from the model folder once more, one matrix at a time, and rounded
-anew.
+The builder writes its int4 graph. Then the weights are read from the model folder once more, one matrix at a time, and rounded
+anew: its nodes stay, their weights are replaced. In the file scales are float16, and a Cast widens them when the graph is
+loaded. An offset4 matrix reads its inputs and behind them the means of their blocks (blocks.py says why), which matrices with
+the same inputs share. (MatMulNBits takes zero points that are floats too, at a twentieth of the speed.) In the exact graph int8
+is a float MatMul of widened bytes, as in an int8 folder. A split matrix is two, whose outputs are joined. The embedding's rows
+come from blocks too, a tied one's from those of the output head, which are stored once (GatherBlockQuantized).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgespec.core.errors import EdgespecError
 from edgespec.core.files import scratch_beside, whole_folder, write_json
-from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.config import read_config
-from edgespec.model_folder.weights_files import is_surplus
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.blocks import Blocks, SplitBlocks, in_blocks
+from edgespec_export.onnx.blocks import BLOCK, INT8, OFFSET4, Blocks, SplitBlocks, in_blocks, split_rows
 from edgespec_export.onnx.by_layers import export_int4
-from edgespec_export.onnx.folder import DATA, written
-from edgespec_export.onnx.mixed_graph import EXACT_LEVEL, FAST_LEVEL, write_graphs
+from edgespec_export.onnx.folder import DATA, IN_GRAPH, DataFile, Nodes, set_nodes, unlike, written
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, log_of
-from edgespec_export.onnx.to_onnx_stored import widen_once
+from edgespec_export.onnx.to_onnx_stored import PRODUCT, bytes_in_rows, widen_matrix, widen_once
+
+HEAD, TABLE = "lm_head", "model.embed_tokens"
+SUFFIX = ".MatMul.weight"
+ALIGNED = 64  # bytes at which a tensor in the data file starts
+EXACT_LEVEL, FAST_LEVEL = 1, 4  # accuracy levels of MatMulNBits: float activations, int8 activations
 
 Array = np.ndarray[Any, Any]
 
@@ -45,8 +49,7 @@ def export_mixed(
     that `export_int4` takes, and raises what it raises.
     """
     checkpoint = Checkpoint(model_folder)
-    tied = ModelShape.from_config(read_config(model_folder)).tied
-    names = {name for name in checkpoint if not is_surplus(name, tied=tied)}
+    names = set(checkpoint)
     with scratch_beside(out_folder, "int4") as scratch, whole_folder(out_folder) as folder:
         source = scratch / "int4"
         export_int4(model_folder, source, hidden_states=hidden_states, log=log or log_of(out_folder))
@@ -83,12 +86,258 @@ def parts_of(stem: str, names: set[str]) -> list[tuple[str, int, int]]:
         joined = plain.replace(part, "gate_up_proj")
         if stem.endswith(f".{part}") and joined in names:
             return [(joined, place, 2)]
-    raise EdgespecError(
-        f"the graph has a matrix {stem}, and the checkpoint no tensor {plain}; this onnxruntime-genai names it differently"
-    )
+    raise unlike(f"the graph has a matrix {stem}, and the checkpoint no tensor {plain}")
 
 
 def _matrix(checkpoint: Checkpoint, name: str, place: int, count: int) -> Array:
     whole = np.concatenate(list(checkpoint.pieces(name)))
     rows = len(whole) // count
     return whole[place * rows : (place + 1) * rows]
+
+
+class _Part(NamedTuple):
+    """A matrix of the file: one of the builder's, or one of the two that a split one is made of."""
+
+    stem: str
+    kind: str
+    rows: int
+    columns: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.stem}{SUFFIX}"
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.kind == INT8 else 4
+
+    @property
+    def packed(self) -> str:
+        return f"{self.name}_Q{self.bits}"
+
+    @property
+    def tables(self) -> list[str]:
+        """What the operators on blocks read behind the packed values."""
+        return [f"{self.name}_scales", *([f"{self.name}_zeros"] if self.kind != INT8 else [])]
+
+    @property
+    def inputs(self) -> int:
+        """Columns of the MatMulNBits: those of the matrix, and one for each block's rest."""
+        return self.columns + (self.columns // BLOCK if self.kind == OFFSET4 else 0)
+
+
+def _parts_of(stem: str, kind: str, rows: int, columns: int) -> list[_Part]:
+    first = split_rows(kind)
+    if not first:
+        return [_Part(stem, kind, rows, columns)]
+    return [
+        _Part(f"{stem}.first", INT8, first, columns),
+        _Part(f"{stem}.rest", OFFSET4, rows - first, columns),
+    ]
+
+
+def _stem_of(node: Any) -> str:
+    """The builder's name of the matrix that a MatMulNBits reads, without its ending."""
+    return str(node.input[1].removesuffix("_Q4").removesuffix(SUFFIX))
+
+
+def _sizes(graph: Any) -> dict[str, tuple[int, int]]:
+    """{stem: (N, K)} of every MatMulNBits of a builder's int4 graph, and of an untied embedding."""
+    found = {}
+    for node in graph.node:
+        if node.op_type == "MatMulNBits":
+            settings = {attribute.name: attribute.i for attribute in node.attribute}
+            found[_stem_of(node)] = (settings["N"], settings["K"])
+    for tensor in graph.initializer:
+        if tensor.name == f"{TABLE}.weight":  # an untied embedding, floats
+            found[TABLE] = (tensor.dims[0], tensor.dims[1])
+    return found
+
+
+def write_graphs(
+    source: Path, folder: Path, blocks_of: Callable[[str], Blocks | SplitBlocks], graphs: Mapping[str, int]
+) -> None:
+    """Write `folder`'s graphs and their one data file from the builder's int4 folder `source`.
+
+    blocks_of: a matrix by its stem, asked for once each. graphs: {file name: accuracy level}. Raises EdgespecError where the
+    graph is not built as expected.
+    """
+    import onnx
+    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
+
+    model = onnx.load(source / "model.onnx", load_external_data=False)
+    sizes = _sizes(model.graph)
+    if not set(sizes) - {TABLE}:
+        raise unlike(f"{source} has no MatMulNBits")
+    replaced = {f"{stem}{SUFFIX}{end}" for stem in sizes for end in ("_Q4", "_scales")} | {f"{TABLE}.weight"}
+    kept = [tensor for tensor in model.graph.initializer if tensor.name not in replaced]
+    parts: dict[str, list[_Part]] = {}
+    own: list[Any] = []
+    with open(folder / DATA, "wb") as stream:
+        sink = DataFile(stream, ALIGNED)
+        for tensor in filter(uses_external_data, kept):
+            load_external_data_for_tensor(tensor, str(source))
+            sink.begin(tensor, len(tensor.raw_data))
+            stream.write(tensor.raw_data)
+            tensor.ClearField("raw_data")
+        for stem, size in sizes.items():
+            blocks = blocks_of(stem)
+            parts[stem] = _parts_of(stem, blocks.kind, *size)
+            pieces = [blocks] if isinstance(blocks, Blocks) else [blocks.first, blocks.rest]
+            for part, piece in zip(parts[stem], pieces, strict=True):
+                own += _stored(part, piece, sink)
+    for name, level in graphs.items():
+        graph = onnx.ModelProto()
+        graph.CopyFrom(model)
+        _rewrite(graph.graph, kept, own, parts, level)
+        bytes_in_rows(graph.graph)
+        onnx.save(graph, folder / name)
+
+
+def _stored(part: _Part, blocks: Blocks, sink: DataFile) -> list[Any]:
+    """The TensorProtos of a matrix, whose bytes lie in the data file (small ones: in the graph)."""
+    from onnx import numpy_helper
+
+    values = {
+        part.packed: blocks.packed,
+        f"{part.name}_scales_F16": blocks.scales,
+        f"{part.name}_zeros": blocks.zeros,
+    }
+    return [
+        numpy_helper.from_array(value, name) if value.nbytes < IN_GRAPH else sink.add(name, value)
+        for name, value in values.items()
+        if value is not None
+    ]
+
+
+def _rewrite(
+    graph: Any, kept: list[Any], own: list[Any], parts: Mapping[str, list[_Part]], level: int
+) -> None:
+    made = _Nodes(level)
+    heads: set[str] = set()  # reshaped tables of the output head
+    for part in (part for one in parts.values() for part in one):
+        made.widened(f"{part.name}_scales")
+    for node in graph.node:
+        if node.op_type == "MatMulNBits":
+            made.product(node, parts[_stem_of(node)])
+        elif node.op_type == "Reshape" and node.input[0] == f"{HEAD}{SUFFIX}_Q4":
+            heads.add(node.output[0])
+        elif node.op_type == "GatherBlockQuantized":
+            if node.input[0] not in heads:
+                raise unlike(f"{node.name} does not read the output head")
+            made.embedding(node, parts[HEAD])
+        elif node.op_type == "Gather" and node.input[0] == f"{TABLE}.weight":
+            made.embedding(node, parts[TABLE])
+        else:
+            made.nodes.append(node)
+    set_nodes(graph, [*made.first.nodes, *made.nodes])
+    del graph.value_info[:]  # shapes, of tables that are others now; ONNX Runtime finds them itself
+    del graph.initializer[:]
+    read = {name for node in graph.node for name in node.input}
+    graph.initializer.extend([*(tensor for tensor in kept if tensor.name in read), *own])
+    graph.initializer.extend([*made.first.constants.values(), *made.constants.values()])
+
+
+class _Nodes(Nodes):
+    """Nodes and constants made for one graph, under names of their own."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self.level = level
+        self.first = Nodes()  # made of constants: computed when the graph is loaded
+        self.longer: dict[str, str] = {}  # an input with the means of its blocks behind it
+
+    def widened(self, name: str) -> None:
+        """A float16 table as float32."""
+        from onnx import TensorProto
+
+        self.first.add("Cast", [f"{name}_F16"], name, to=TensorProto.FLOAT)
+
+    def product(self, node: Any, parts: list[_Part]) -> None:
+        """In place of one of the builder's MatMulNBits; of a split matrix, both products side by side."""
+        x, y = node.input[0], node.output[0]
+        if len(parts) == 1:
+            self.matrix(parts[0], node.name, x, y)
+            return
+        outputs = [f"{y}/{part.stem}" for part in parts]
+        for part, output in zip(parts, outputs, strict=True):
+            self.matrix(part, f"{node.name}/{part.stem}", x, output)
+        self.add("Concat", outputs, y, name=f"{node.name}/Concat", axis=-1)
+
+    def matrix(self, part: _Part, at: str, x: str, y: str) -> None:
+        """The product of x with one matrix; `at`: the name of its node."""
+        if part.kind == INT8 and self.level == EXACT_LEVEL:
+            scales = f"{part.name}_scales"
+            matrix = widen_matrix(self.first, part.packed, scales, part.rows, part.columns, BLOCK)
+            self.add(PRODUCT, [x, matrix], y, name=at, transB=1)
+            return
+        settings = {"N": part.rows, "K": part.inputs, "bits": part.bits, "block_size": BLOCK}
+        settings["accuracy_level"] = self.level
+        x = self.with_means(x) if part.kind == OFFSET4 else x
+        self.add("MatMulNBits", [x, part.packed, *part.tables], y, name=at, **settings)
+
+    def with_means(self, x: str) -> str:
+        """x [.., K] and behind it the means of its blocks of 32: [.., K + K/32]. (An AveragePool is slower for several rows.)"""
+        if x not in self.longer:
+            at = f"/mixed/{x}/"
+            shape = self.constant("/mixed/in_blocks", np.array([0, 0, -1, BLOCK]))
+            last = self.constant("/mixed/last", np.array([-1]))
+            blocks = self.add("Reshape", [x, shape], at + "blocks")
+            means = self.add("ReduceMean", [blocks, last], at + "means", keepdims=0)
+            self.longer[x] = self.add("Concat", [x, means], at + "longer", axis=-1)
+        return self.longer[x]
+
+    def embedding(self, node: Any, parts: list[_Part]) -> None:
+        """The embedding: rows of the blocks; of a split table, each token's row from the part that has it."""
+        from onnx import TensorProto
+
+        ids, y, at = node.input[1], node.output[0], "/mixed/embed_tokens/"
+        if len(parts) == 1:
+            self.rows(parts[0], node.name, ids, y, at)
+            return
+        count = parts[0].rows
+        border, none = self.constant(at + "border", np.array(count)), self.constant(at + "none", np.array(0))
+        last = self.constant(at + "last_of_first", np.array(count - 1))
+        axis = self.constant("/mixed/last", np.array([-1]))
+        self.add("Cast", [ids], at + "ids", to=TensorProto.INT64)
+        self.add("Min", [at + "ids", last], at + "ids_first")
+        self.add("Sub", [at + "ids", border], at + "behind")
+        self.add("Max", [at + "behind", none], at + "ids_rest")
+        self.add("Less", [at + "ids", border], at + "is_first")
+        self.add("Unsqueeze", [at + "is_first", axis], at + "is_first_row")
+        for part, name in zip(parts, ("first", "rest"), strict=True):
+            self.rows(part, f"{node.name}/{name}", f"{at}ids_{name}", at + name, f"{at}{name}/")
+        self.add("Where", [at + "is_first_row", at + "first", at + "rest"], y)
+
+    def rows(self, part: _Part, node: str, ids: str, y: str, at: str) -> None:
+        """Rows of one table; `node`: the name of what gathers them, `at`: the beginning of all other names."""
+        width = -(-part.inputs // BLOCK) * BLOCK * part.bits // 8
+        shape = self.constant(at + "shape", np.array([part.rows, width]))
+        self.add("Reshape", [part.packed, shape], at + "table")
+        settings = {"bits": part.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+        output = at + "gathered" if part.kind == OFFSET4 else y
+        inputs = [at + "table", ids, *part.tables]
+        self.add("GatherBlockQuantized", inputs, output, name=node, **settings)
+        if part.kind == OFFSET4:
+            self.with_rests(part.columns, output, y, at)
+
+    def with_rests(self, columns: int, rows: str, y: str, at: str) -> None:
+        """Rows as they were gathered, [.., K and 32 rests of each block] -> the rows of the table [.., K]."""
+        blocks = columns // BLOCK
+        numbers = {
+            "begin": [0],
+            "middle": [columns],
+            "end": [columns + blocks],
+            "blocks": [0, 0, blocks, BLOCK],
+            "rests": [0, 0, blocks, 1],
+            "whole": [0, 0, columns],
+        }
+        names = {name: self.constant(f"{at}{name}_", np.array(of)) for name, of in numbers.items()}
+        last = self.constant("/mixed/last", np.array([-1]))
+        block = self.constant("/mixed/block", np.float32(BLOCK))
+        values = self.add("Slice", [rows, names["begin"], names["middle"], last], at + "values")
+        values = self.add("Reshape", [values, names["blocks"]], at + "blocks")
+        rests = self.add("Slice", [rows, names["middle"], names["end"], last], at + "rests")
+        rests = self.add("Div", [rests, block], at + "of_one")
+        rests = self.add("Reshape", [rests, names["rests"]], at + "of_block")
+        self.add("Reshape", [self.add("Add", [values, rests], at + "sum"), names["whole"]], y)

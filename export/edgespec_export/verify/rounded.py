@@ -17,14 +17,7 @@ from edgespec.core.files import whole_folder
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.weights_files import (
-    INDEX,
-    SINGLE,
-    header_of,
-    is_surplus,
-    read_tensors,
-    weight_files,
-)
+from edgespec.model_folder.weights_files import INDEX, SINGLE, header_of, weight_files
 from edgespec.recipe.precisions import PRECISIONS
 from edgespec_export.gguf.to_gguf import Checkpoint, export_gguf
 from edgespec_export.onnx.by_layers import PRECISION, export_int4
@@ -39,25 +32,23 @@ def write_rounded(target: Path, out: Path, precision: str) -> dict[str, Any]:
     have no such file, EdgespecError where the file lacks one of its tensors.
     """
     shape = ModelShape.from_config(read_config(target))
-    tensors = {
-        name: one for name, one in read_tensors(target).items() if not is_surplus(name, tied=shape.tied)
-    }
+    checkpoint = Checkpoint(target)
+    shapes = {name: checkpoint.shape(name) for name in checkpoint}
     with whole_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
         for file in target.iterdir():
             if file.is_file() and file.name not in {*weight_files(target), INDEX}:
                 shutil.copyfile(file, folder / file.name)
         made = Path(scratch) / "file"
         values = _exported(target, shape, made, precision, log_of(out))
-        with progress(f"round as {precision}", len(tensors), "tensors") as bar:
-            missing = _write(folder / SINGLE, {name: one.shape for name, one in tensors.items()}, values, bar)
-        checkpoint = Checkpoint(target)
+        with progress(f"round as {precision}", len(shapes), "tensors") as bar:
+            missing = _write(folder / SINGLE, shapes, values, bar)
         # those that an ONNX file goes without are zeros in what `_write` has written
         missing = {name for name in missing if not checkpoint.is_zero_bias(name)}
         if missing:
             raise EdgespecError(
                 f"the {precision} file of {target} has no {min(missing)}; this exporter names it differently"
             )
-    return {"precision": precision, "tensors": len(tensors)}
+    return {"precision": precision, "tensors": len(shapes)}
 
 
 def _exported(target: Path, shape: ModelShape, made: Path, precision: str, log: Path) -> Weights:

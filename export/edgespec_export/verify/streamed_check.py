@@ -25,7 +25,6 @@ from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.weights_files import is_surplus
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.quality import Answers
@@ -81,7 +80,7 @@ class Streamed(Standard):
         not fit."""
         note_settings(check, file, self.folder, self.shape)
         check.weights_relative = 0.0
-        weights = _noted(check, weights_of(file.path, self.shape), self.checkpoint, tied=self.shape.tied)
+        weights = _noted(check, weights_of(file.path, self.shape), self.checkpoint)
         try:
             own = streamed_logits(weights, self.folder, self.passages)
         except InputError as error:
@@ -105,8 +104,7 @@ class Streamed(Standard):
 
     def _weights(self) -> Weights:
         """The checkpoint's, layer by layer."""
-        names = (name for name in self.checkpoint if not is_surplus(name, tied=self.shape.tied))
-        for name in sorted(names, key=lambda name: -1 if (layer := layer_of(name)) is None else layer):
+        for name in sorted(self.checkpoint, key=lambda name: -1 if (n := layer_of(name)) is None else n):
             yield name, np.concatenate(list(self.checkpoint.pieces(name)))
 
     def embedding(self) -> Tensor:
@@ -129,7 +127,7 @@ def check_streamed(
     engine = LLAMACPP if path.is_file() else ONNXRUNTIME
     check = FileCheck("target", engine, precision, checked_with=engine, weights_relative=0.0)
     shape = ModelShape.from_config(read_config(model_folder))
-    noted = _noted(check, weights_of(path, shape), Checkpoint(model_folder), tied=shape.tied)
+    noted = _noted(check, weights_of(path, shape), Checkpoint(model_folder))
     passages = [Passage(prompt) for prompt in prompts]
     own = streamed_logits(noted, model_folder, passages)
     seen = compare_engine(check, partial(load_engine, engine, path, context, None), passages, own)
@@ -138,9 +136,9 @@ def check_streamed(
     return check
 
 
-def _noted(check: FileCheck, weights: Weights, checkpoint: Checkpoint, *, tied: bool) -> Weights:
+def _noted(check: FileCheck, weights: Weights, checkpoint: Checkpoint) -> Weights:
     """The weights that fit the checkpoint's. How far each lies from those is noted as it passes; at the end, what is absent."""
-    wanted = {name: checkpoint.shape(name) for name in checkpoint if not is_surplus(name, tied=tied)}
+    wanted = {name: checkpoint.shape(name) for name in checkpoint}
     seen = set[str]()
     for name, tensor in weights:
         if wanted.get(name) != tensor.shape:

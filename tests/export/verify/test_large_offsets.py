@@ -27,6 +27,7 @@ from edgespec_runtime.untrusted.gguf_file import read_header
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 from gguf.constants import GGMLQuantizationType as Kind
 from onnx import TensorProto, helper
+from synthetic_shape import SMALL
 
 from edgespec.core.errors import BundleError
 from edgespec.core.files import write_json
@@ -109,6 +110,7 @@ def test_safetensors_far_inside_a_shard(tmp_path: Path, far: int) -> None:
         tmp_path / "model.safetensors",
         {0: head, len(head): VALUES.tobytes(), len(head) + far: halves.tobytes()},
     )
+    write_json(tmp_path / "config.json", SMALL)
     checkpoint = Checkpoint(tmp_path)
     np.testing.assert_array_equal(next(checkpoint.pieces("near")), VALUES)
     np.testing.assert_array_equal(np.concatenate(list(checkpoint.pieces("far"))), VALUES.reshape(2, 32))
