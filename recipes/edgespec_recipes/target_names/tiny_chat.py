@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from torch.nn import functional
 
 from edgespec.core.files import read_jsonl, write_json, write_text
 from edgespec.core.folder_lock import held
-from edgespec.core.options import from_mapping, knob, to_mapping
+from edgespec.core.options import from_mapping, to_mapping
 from edgespec.core.progress import progress
-from edgespec.recipe.schema import MOST_SEED, TrainingOptions
-from edgespec.recipe.shipped import load_recipe
+from edgespec.recipe.schema import TrainingOptions
+from edgespec.recipe.shipped import made_target
 from edgespec.recipe.targets import TINY_CHAT
 from edgespec.shell.environment import cache_folder
 from edgespec.stages.stage import STAGE_FILE, run_stage
@@ -44,32 +43,25 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.")
 
 @dataclass(frozen=True)
 class TinyChatOptions(TrainingOptions):
-    vocab_size: int = knob(4096, "byte-level BPE tokens, special ones included", at_least=512)
-    hidden: int = knob(256, "hidden size", at_least=64)
-    layers: int = knob(3, "layers", at_least=1)
-    intermediate: int = knob(768, "FFN size", at_least=64)
-    heads: int = knob(4, "query heads", at_least=1)
-    kv_heads: int = knob(2, "key/value heads", at_least=1)
-    context_length: int = knob(1024, "longest position the model is declared for", at_least=64)
-    other_weight: float = knob(
-        0.1, "questions about a less known fact for one about a core fact", at_least=0.0
-    )
-    initializer_range: float = knob(0.08, "standard deviation of the random weights", at_least=0.0)
-    small_talk_weight: float = knob(
-        4.0, "greetings and the like for one question about a core fact", at_least=0.0
-    )
-    system_share: float = knob(0.2, "share of chats with a system prompt", at_least=0.0, at_most=1.0)
-    long_chat_share: float = knob(
-        0.5, "share of the rows whose chats follow one another as turns of one", at_least=0.0, at_most=1.0
-    )
-    text_share: float = knob(0.05, "share of the rows that is source text", at_least=0.0, at_most=0.9)
-    seed: int = knob(0, "seed of every random choice", at_least=0, at_most=MOST_SEED)
+    vocab_size: int = 4096  # byte-level BPE tokens, special ones included
+    hidden: int = 256
+    layers: int = 3
+    intermediate: int = 768
+    heads: int = 4
+    kv_heads: int = 2
+    context_length: int = 1024
+    initializer_range: float = 0.08
+    other_weight: float = 0.1  # questions about a less known fact for one about a core fact
+    small_talk_weight: float = 4.0  # greetings and the like, for one too
+    system_share: float = 0.2  # of chats with a system prompt
+    long_chat_share: float = 0.5  # of the rows: those whose chats follow one another as turns of one
+    text_share: float = 0.05  # of the rows: source text
+    seed: int = 0
 
 
 def tiny_chat_options() -> TinyChatOptions:
     """The shipped recipe."""
-    with resources.as_file(resources.files("edgespec_recipes") / "configs" / "target-tiny-chat.yaml") as path:
-        return from_mapping(TinyChatOptions, load_recipe(path))
+    return from_mapping(TinyChatOptions, made_target(TINY_CHAT))
 
 
 def tiny_chat_folder(options: TinyChatOptions) -> Path:

@@ -18,7 +18,7 @@ from edgespec_recipes.target_names.tiny_chat import TinyChatOptions
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_jsonl
 from edgespec.core.options import from_mapping
-from edgespec.recipe.schema import MOST_SEED
+from edgespec.recipe.schema import MOST_SEED, Recipe
 
 pytestmark = pytest.mark.training
 
@@ -165,9 +165,9 @@ def test_shipped_recipe_is_valid_and_within_its_size() -> None:
 
 
 def test_the_highest_seed_is_the_highest_that_training_takes() -> None:
-    assert from_mapping(TinyChatOptions, {"seed": MOST_SEED}).seed == MOST_SEED
+    assert from_mapping(Recipe, {"target": "x", "seed": MOST_SEED}).seed == MOST_SEED
     np.random.RandomState(MOST_SEED)  # what transformers seeds
     with pytest.raises(ValueError, match="between 0 and"):
         np.random.RandomState(MOST_SEED + 1)
     with pytest.raises(InputError, match="seed is 4294967296; it must be at most"):
-        from_mapping(TinyChatOptions, {"seed": MOST_SEED + 1})
+        from_mapping(Recipe, {"target": "x", "seed": MOST_SEED + 1})
