@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,6 @@ def reply_of(
     how = DecodingOptions(temperature=temperature, max_new_tokens=room, seed=seed)
     blocks = decode(model, None, prompt, how, questions.stop_ids, RawCounts())
     return [token for block in blocks for token in block.tokens]
-
-
-def as_rows(replies: Sequence[Reply]) -> list[dict[str, Any]]:
-    """For verify.json; `from_rows` is the inverse."""
-    return [asdict(reply) for reply in replies]
 
 
 def from_rows(rows: Any, vocab_size: int) -> list[Reply]:

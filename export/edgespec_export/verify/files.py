@@ -24,7 +24,6 @@ from edgespec.core.shapes import ModelShape, told_shape
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.quality import Answers
-from edgespec_export.answers.replies import as_rows
 from edgespec_export.answers.verdict import BOUNDS as VERDICTS
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause, as_json
@@ -167,7 +166,7 @@ def verify_files(
         "bounds": {name: asdict(bounds) for name, bounds in BOUNDS.items()},
         "verdicts": VERDICTS,
         "notes": notes,
-        "replies": as_rows(replies),
+        "replies": [asdict(reply) for reply in replies],
         "files": [asdict(check) for check in checks],
         "tokenizers": [asdict(check) for check in tokenizers],
         "acceptance": as_json(runs),

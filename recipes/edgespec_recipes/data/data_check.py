@@ -37,12 +37,8 @@ def check_data(data: BuildData, strict: bool = False) -> dict[str, Any]:
         counts[name] = {"conversations": len(read_answered(source, strict))}
     for name, source in data.texts.items():
         if source != PYTHON_STDLIB and not source.startswith(HUB):
-            counts[name] = {"documents": _documents(source)}
+            with progress(f"read {source}", None, "documents") as bar:
+                for _ in read_documents(source):
+                    bar.update(1)
+                counts[name] = {"documents": int(bar.n)}
     return counts
-
-
-def _documents(source: str) -> int:
-    with progress(f"read {source}", None, "documents") as bar:
-        for _ in read_documents(source):
-            bar.update(1)
-        return int(bar.n)

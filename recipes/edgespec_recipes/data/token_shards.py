@@ -120,8 +120,8 @@ def write_tokens(
         for piece, shard in _pieces(state.end, documents, sizes, np.dtype(state.dtype), bar.update):
             _write_shard(folder, len(state.shards), piece)
             state = replace(state, shards=(*state.shards, shard))
-            _write_state(folder, state)
-    _write_state(folder, replace(state, complete=wanted is None or state.tokens < wanted))
+            write_json(folder / STATE, asdict(state))
+    write_json(folder / STATE, asdict(replace(state, complete=wanted is None or state.tokens < wanted)))
 
 
 def _sizes(have: int, wanted: int | None) -> Iterator[int]:
@@ -188,7 +188,7 @@ def _remade(folder: Path, number: int, state: State, documents: DocumentsFrom) -
         if shard == old:
             return state
     state = replace(start, complete=False)
-    _write_state(folder, state)
+    write_json(folder / STATE, asdict(state))
     return state
 
 
@@ -222,7 +222,3 @@ def _read_state(folder: Path) -> State:
         raise InputError(
             f"{folder / STATE} is not a list of token shards ({error}); remove that folder"
         ) from error
-
-
-def _write_state(folder: Path, state: State) -> None:
-    write_json(folder / STATE, asdict(state))

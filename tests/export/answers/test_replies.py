@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from edgespec_export.answers.in_torch import adopt_from_torch, written_in_torch
 from edgespec_export.answers.replies import (
     Questions,
     Reply,
-    as_rows,
     from_rows,
     questions_of,
     reply_of,
@@ -106,7 +106,7 @@ def test_two_replies_part_at_the_first_other_token(
 
 def test_rows_of_a_bundle_come_back() -> None:
     replies = [Reply((1, 2), (3,), 0.0), Reply((4,), (5, 6), 1.0)]
-    rows = [dict(row, prompt=list(row["prompt"]), tokens=list(row["tokens"])) for row in as_rows(replies)]
+    rows = [dict(row, prompt=list(row["prompt"]), tokens=list(row["tokens"])) for row in map(asdict, replies)]
     assert from_rows(rows, 7) == replies
 
 
