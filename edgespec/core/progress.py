@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from threading import Lock, Timer
 from typing import Any
 
@@ -61,7 +60,7 @@ class Bar:
     def seconds(self) -> float:
         return time.monotonic() - self._start
 
-    def words(self) -> str:
+    def __str__(self) -> str:
         """'30 %, 3 of 10 files, 12.0s, 28.0s left, target int8'."""
         made, parts = self.n - self._first, [duration(self.seconds)]
         if self.total:
@@ -92,25 +91,12 @@ class _Lines(Bar):
         with self._lock:
             if self.seconds >= SHOWN_AFTER and (tenth > self._tenth or self.seconds - self._last >= SILENCE):
                 self._tenth, self._last = max(tenth, self._tenth), self.seconds
-                print(f"{self.label}: {self.words()}", file=sys.stderr, flush=True)
+                print(f"{self.label}: {self}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self._timer.cancel()
         if self.total is None and self.seconds >= SHOWN_AFTER:
-            print(f"{self.label}: {self.words()}", file=sys.stderr, flush=True)
-
-
-@cache
-def _words_column() -> Any:
-    """rich's column that shows a bar's own words."""
-    from rich.progress import ProgressColumn, Task
-    from rich.text import Text
-
-    class Words(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            return Text(task.fields["bar"].words(), overflow="ellipsis", no_wrap=True)
-
-    return Words()
+            print(f"{self.label}: {self}", file=sys.stderr, flush=True)
 
 
 class _Drawn(Bar):
@@ -121,13 +107,15 @@ class _Drawn(Bar):
     def __init__(self, *about: Any) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
 
         super().__init__(*about)
         if _Drawn.picture is None:
-            columns = TextColumn("{task.description}"), BarColumn(BAR_WIDTH), _words_column()
-            _Drawn.picture = Progress(
-                *columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()
-            )
+            rest = Column(no_wrap=True, ratio=1)
+            words = TextColumn("{task.fields[bar]}", markup=False, table_column=rest)
+            columns = TextColumn("{task.description}"), BarColumn(BAR_WIDTH), words
+            console, tables = Console(stderr=True), sys.stdout.isatty()
+            _Drawn.picture = Progress(*columns, console=console, redirect_stdout=tables, expand=True)
             _Drawn.picture.start()
         self._picture = _Drawn.picture
         self._task = self._picture.add_task(self.label, total=self.total, completed=self.n, bar=self)

@@ -127,7 +127,7 @@ def test_the_bar_goes_on_within_a_shard(
 
     class Seen(Bar):
         def refresh(self) -> None:
-            seen.append((self.n, self.words()))
+            seen.append((self.n, str(self)))
 
     @contextmanager
     def watched(label: str, total: float, unit: str) -> Iterator[Bar]:
