@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import chain
 from math import isfinite
 from typing import IO, Any
 
@@ -23,35 +24,23 @@ MOST_BRACKETS = 500  # of a YAML file that people write by hand
 LONGEST_NUMBER = 100  # characters of one there
 
 
-def unwritable(value: Any) -> str:
-    """Where in a JSON value, and in which text, UTF-8 cannot write a character; '' where it can write all of it."""
-    waiting = [iter([("", value)])]  # as deep as the value, however long it is
-    while waiting:
-        found = next(waiting[-1], None)
-        if found is None:
-            waiting.pop()
-            continue
-        where, one = found
-        if isinstance(one, str):
-            try:
-                one.encode("utf-8")
-            except UnicodeEncodeError as error:
-                part = one[max(0, error.start - _AROUND) : error.end + _AROUND]
-                return f"{where.lstrip('.') or 'the text'} has {part!r}"
-        elif isinstance(one, dict | list | tuple):
-            waiting.append(_inside(where, one))
-    return ""
+def unwritable(value: Any, where: str = "") -> str:
+    """Where in a JSON value, and in which text, UTF-8 cannot write a character; '' where it can write all of it.
 
-
-def _inside(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(its place, it) of everything in a container at `where`."""
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield "a key", key
-            yield f"{where}.{key}", one
-    else:
-        for place, one in enumerate(value):
-            yield f"{where}[{place}]", one
+    `where`: the value's own place in a larger one.
+    """
+    inside: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            part = value[max(0, error.start - _AROUND) : error.end + _AROUND]
+            return f"{where.lstrip('.') or 'the text'} has {part!r}"
+    elif isinstance(value, dict):
+        inside = chain((("a key", key) for key in value), ((f"{where}.{key}", value[key]) for key in value))
+    elif isinstance(value, list | tuple):
+        inside = ((f"{where}[{place}]", one) for place, one in enumerate(value))
+    return next(filter(None, (unwritable(one, place) for place, one in inside)), "")
 
 
 def parse_yaml(data: bytes, where: str) -> Any:
