@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from edgespec.core.errors import InputError, MissingExtra
+from edgespec.core.errors import InputError, naming_extras
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import check_model
 from edgespec.model_folder.config import read_config
@@ -28,10 +28,8 @@ def gguf_target(name: str) -> FoundTarget | None:
     file = gguf_of(name)
     if file is None:
         return None
-    try:
+    with naming_extras("A GGUF file as a model"):
         from edgespec_export.gguf_target.model_folder import folder_of
-    except ModuleNotFoundError as error:
-        raise MissingExtra(error.name or "gguf", "export", "A GGUF file as a model") from error
     folder = folder_of(file)
     target = TARGETS.get(name)
     if target is None or target.package is None:

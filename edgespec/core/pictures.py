@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import MissingExtra
+from edgespec.core.errors import naming_extras
 from edgespec.core.files import whole_file
 
 
+@naming_extras("A plot")
 def require_matplotlib() -> None:
     """Raise MissingExtra where matplotlib is not installed."""
-    try:
-        import matplotlib  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "plot", "A plot") from error
+    import matplotlib  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
 
 
 def new_figure(width: float, height: float) -> Any:
