@@ -168,7 +168,7 @@ class _Answers:
             sums.waited(perf_counter() - start)
             yield from asked.run(watch)
 
-        job = self._line.submit(work, at_once=not asked.stream)
+        job = self._line.submit(work)
         gone = asyncio.create_task(self._leave_with(request.receive, job))
         stays = False
         try:

@@ -1,7 +1,7 @@
 """One thread that does one job at a time, in the order of arrival, for an event loop. Knows neither HTTP nor models.
 
-A job is a function that makes items. They reach the event loop in batches, so that a busy loop is woken once for many items.
-Whoever waits can leave: a job that has not begun is dropped at once, one that runs hears of it from its `watch`.
+A job is a function that makes items; the event loop reads all that are there at once. Whoever waits can leave: a job that has not
+begun is dropped at once, one that runs hears of it from its `watch`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ class Job(Generic[T]):
         closed: whether its line was closed before it was done.
     """
 
-    def __init__(self, work: Callable[[Watch], Iterable[T]], at_once: bool) -> None:
-        self._work: Callable[[Watch], Iterable[T]] | None = work
-        self._at_once = at_once
-        self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
-        self._items: deque[T] = deque()
-        self._woken = self._done = self.left = self.closed = False
+    def __init__(self, work: Callable[[Watch], Iterable[T]]) -> None:
+        self._work: Callable[[Watch], Iterable[T]] = work
+        self._loop = asyncio.get_running_loop()
+        self._made: asyncio.Queue[T | BaseException | None] = asyncio.Queue()  # an error or None is the last
         self._error: BaseException | None = None
+        self._over = self.left = self.closed = False
 
     def watch(self) -> None:
         if self.left:
@@ -54,41 +53,36 @@ class Job(Generic[T]):
 
     async def batch(self) -> list[T]:
         """What was made since the last call, at least one item; [] at the end. Raises what the work raised."""
-        while True:
-            self._woken = False  # first: whatever is made from here on wakes us again
-            done = self._done
-            if self._items:
-                return [self._items.popleft() for _ in range(len(self._items))]
-            if done:
-                if self._error is not None:
-                    raise self._error
-                return []
-            await self._ready.wait()
-            self._ready.clear()
+        items: list[T] = []
+        while not self._over and not (items and self._made.empty()):
+            one = await self._made.get()
+            if one is None or isinstance(one, BaseException):
+                self._over, self._error = True, one
+            else:
+                items.append(one)
+        if not items and self._error is not None:
+            raise self._error
+        return items
 
     def run(self) -> None:
         """Do the work, in the line's thread."""
-        work, self._work = self._work, None
         try:
             self.watch()
-            for item in work(self.watch) if work is not None else ():
-                self._items.append(item)
-                if not self._at_once:
-                    self._wake()
+            for item in self._work(self.watch):
+                self._tell(item)
         except BaseException as error:
-            self._error = error
-        self.end()
+            self.end(error)
+        else:
+            self.end()
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """Nothing more comes."""
-        self._work, self._done = None, True
-        self._wake()
+        self._work = lambda _: ()  # what it holds is free
+        self._tell(error)
 
-    def _wake(self) -> None:
-        if not self._woken:
-            self._woken = True
-            with suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._ready.set)
+    def _tell(self, one: T | BaseException | None) -> None:
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._made.put_nowait, one)
 
 
 class Line:
@@ -117,12 +111,9 @@ class Line:
         if len(self._jobs) > self._waiting:
             raise Full("too many requests are waiting")
 
-    def submit(self, work: Callable[[Watch], Iterable[T]], *, at_once: bool = False) -> Job[T]:
-        """Stand in line, from the event loop that will read the job's items. Raises Full.
-
-        at_once: the items are wanted when all of them are made.
-        """
-        job = Job(work, at_once)
+    def submit(self, work: Callable[[Watch], Iterable[T]]) -> Job[T]:
+        """Stand in line, from the event loop that will read the job's items. Raises Full."""
+        job = Job(work)
         with self._changed:
             self.check()
             self._jobs.append(job)  # type: ignore[arg-type]
