@@ -30,11 +30,8 @@ from edgespec.recipe.targets import TARGETS, gguf_of, is_gguf
 RECIPE_FILE = "recipe.resolved.yaml"
 
 
-def resolve(file_values: dict[str, Any], flags: dict[str, Any], *, made: bool = False) -> Recipe:
-    """flag > device of a flag > YAML > preset, device of the YAML > default.
-
-    made: the recipe is that of a build whose drafter is done; what trains it is not checked again.
-    """
+def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
+    """flag > device of a flag > YAML > preset, device of the YAML > default. Raises InputError."""
     values = _with_device(underscored(file_values), underscored(flags))
     distill = values.get("distill")
     if isinstance(distill, dict) and isinstance(distill.get("preset"), str):
@@ -46,18 +43,14 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any], *, made: bool = 
         inference = replace(inference, file=str(gguf_of(recipe.target) or ""))
     recipe = replace(recipe, drafter=drafter, inference=inference)
     _check_together(recipe)
-    if not made:
-        check_learning(recipe)
+    _check_learning(recipe)
     return recipe
 
 
-def read_recipe(name: str, flags: dict[str, Any], *, made: bool = False) -> tuple[Recipe, Path | None]:
-    """The recipe of a build with these flags, and its file: the named one, or the shipped one with the target's name.
-
-    made: as in `resolve`.
-    """
+def read_recipe(name: str, flags: dict[str, Any]) -> tuple[Recipe, Path | None]:
+    """The recipe of a build with these flags, and its file: the named one, or the shipped one with the target's name."""
     file = recipe_file(name) if name else shipped_recipes().get(flags.get("target", ""))
-    return resolve(load_recipe(file) if file else {}, flags, made=made), file
+    return resolve(load_recipe(file) if file else {}, flags), file
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -131,7 +124,7 @@ def _check_sources(recipe: Recipe, *names: str) -> None:
                 )
 
 
-def check_learning(recipe: Recipe) -> None:
+def _check_learning(recipe: Recipe) -> None:
     """What the drafter cannot learn from, or would learn something else by than the recipe says. Raises InputError."""
     inference, tune, distill = recipe.inference, recipe.tune, recipe.distill
     sources = ["generate.instructions", *(["pretrain.text"] if recipe.drafter.kind == "model" else [])]

@@ -103,7 +103,4 @@ def _folder(xdg: str, linux: str, variable: str, windows: str, mac: str) -> Path
     name, usual = (variable, windows) if sys.platform == "win32" else (xdg, linux)
     if base := os.environ.get(name):
         return Path(base).expanduser() / "edgespec"
-    # edgespec used Linux's names everywhere
-    if sys.platform == "darwin" and not (Path.home() / linux / "edgespec").is_dir():
-        usual = mac
-    return Path.home() / usual / "edgespec"
+    return Path.home() / (mac if sys.platform == "darwin" else usual) / "edgespec"

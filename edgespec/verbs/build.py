@@ -26,7 +26,7 @@ from edgespec.core.table import byte_size
 from edgespec.planning.plan import PlanOptions, recipes_for
 from edgespec.planning.preflight import Room, check_processes, disk_left, find_shortages, refuse, room_here
 from edgespec.recipe.precisions import MIXED
-from edgespec.recipe.read import RECIPE_FILE, check_learning, dump_recipe, read_recipe
+from edgespec.recipe.read import RECIPE_FILE, dump_recipe, read_recipe
 from edgespec.recipe.schema import ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TARGETS, gguf_of
@@ -51,11 +51,11 @@ OWN = tuple(Options.__annotations__)
 
 
 def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
-    """The recipe, and the options of this run alone (its target is a placeholder). `run` checks what trains the drafter."""
+    """The recipe, and the options of this run alone (its target is a placeholder)."""
     flags = dict(given)
     own = {name: flags.pop(name) for name in OWN if name in flags}
     run = from_mapping(Options, {"target": "", **own})
-    return read_recipe(run.recipe, flags, made=True)[0], run
+    return read_recipe(run.recipe, flags)[0], run
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -168,21 +168,6 @@ def _check_budget(options: ExportOptions) -> None:
             )
 
 
-def _as_begun(recipe: Recipe, out: Path) -> Recipe:
-    """The recipe with its texts as the build in `out` began with them: an older edgespec parted them at commas."""
-    try:
-        begun = from_mapping(Recipe, load_recipe(out / RECIPE_FILE)).generate
-    except InputError:  # `claim` says what is wrong
-        return recipe
-    texts = {name: getattr(begun, name) for name in ("self_openings", "system_prompts")}
-    same = {
-        name: text
-        for name, text in texts.items()
-        if ",".join(text) == ",".join(getattr(recipe.generate, name))
-    }
-    return replace(recipe, generate=replace(recipe.generate, **same))
-
-
 def folder_of(target: str, out: str) -> Path:
     """Where everything that is made lies."""
     return Path(out).expanduser() if out else Path("build") / Path(target).name.removesuffix(".gguf")
@@ -191,18 +176,12 @@ def folder_of(target: str, out: str) -> Path:
 def run(given: dict[str, Any]) -> int:
     recipe, options = _read_options(given)
     out = folder_of(recipe.target, options.out)
-    # an older edgespec may have trained with what is refused now
-    if not (out / "distill" / STAGE_FILE).is_file():
-        check_learning(recipe)
     check_packages(recipe)
     if not options.recipe and (made := recipes_for(recipe.target)):
         step(
             f"Note: {recipe.target} has recipes of its own, {', '.join(made)} (--recipe NAME); this build takes the defaults."
         )
-    if (out / RECIPE_FILE).exists():
-        recipe = _as_begun(recipe, out)
-    else:
-        _check_budget(recipe.export)
+    _check_budget(recipe.export)
     processes = _processes(options.parallel)
     processes.wait()  # all meet a refusal at the same time, so that the first one lives to print it
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))

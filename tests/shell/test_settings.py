@@ -214,17 +214,6 @@ def test_folders_that_are_named_need_no_home(
     assert main(["targets"]) == 2
 
 
-def test_what_an_earlier_edgespec_kept_on_macos_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / ".cache" / "edgespec").mkdir(parents=True)
-    assert cache_folder() == tmp_path / ".cache" / "edgespec"
-
-
 def read_variables(file: Path) -> set[str]:
     """The names that a file gives to os.environ itself."""
     text = file.read_text(encoding="utf-8")

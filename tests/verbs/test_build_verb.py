@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from torchrun import torchrun
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.options import as_flags
-from edgespec.recipe.read import RECIPE_FILE, resolve
-from edgespec.recipe.schema import ExportOptions, GenerateOptions, InferenceOptions, Recipe
+from edgespec.recipe.read import RECIPE_FILE
+from edgespec.recipe.schema import InferenceOptions, Recipe
 from edgespec.recipe.targets import TARGETS
-from edgespec.stages.stage import STAGE_FILE
-from edgespec.verbs.build import _as_begun, _room, claim
+from edgespec.verbs.build import _room, claim
 
 GIB = 2**30
 SMOL = "smollm2-135m-instruct"
@@ -93,45 +91,6 @@ def test_a_budget_without_a_mixed_file(tmp_path: Path, capsys: pytest.CaptureFix
         assert not (tmp_path / "out").exists()
         assert main(["build-drafter", *flags, "--export.onnx", "int4,mixed"]) == 2
         assert "unknown target 'no/such/place'" in capsys.readouterr().err
-    (tmp_path / "out").mkdir()
-    claim(tmp_path / "out", Recipe(target="no/such/place", export=ExportOptions(quality=0.0)))
-    assert main(["build-drafter", *flags]) == 2
-    assert "unknown target 'no/such/place'" in capsys.readouterr().err
-
-
-def test_a_head_that_is_done_is_not_refused_for_what_trained_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An older edgespec ignored knobs that a head does not have. A head that is still to be trained is refused with them."""
-    values = {
-        "target": "no/such/place",
-        "drafter": {"kind": "head", "init": "subclone"},
-        "generate": {"features": True},
-        "distill": {"target_side": "stored", "text_fraction": 0.0, "keep_steps": 500},
-    }
-    flags = as_flags({**values, "out": str(tmp_path / "out")})
-    claim(tmp_path / "out", resolve(values, {}, made=True))
-    done = tmp_path / "out" / "distill" / STAGE_FILE
-    done.parent.mkdir()
-    assert main(["build-drafter", *flags]) == 2
-    assert "distill.keep_steps 0 (it is 500)" in capsys.readouterr().err
-    done.write_text("{}")
-    assert main(["build-drafter", *flags]) == 2
-    assert "unknown target 'no/such/place'" in capsys.readouterr().err
-    assert main(["build-drafter", *flags, "--distill.keep-steps", "400"]) == 2
-    assert "holds a build of another recipe" in capsys.readouterr().err
-
-
-def test_a_build_goes_on_with_the_texts_that_it_began_with(tmp_path: Path) -> None:
-    """Commas parted them once."""
-    now = Recipe(target="t", generate=GenerateOptions(system_prompts=("Be terse, kind.",)))
-    assert _as_begun(now, tmp_path) == now
-    then = replace(now, generate=GenerateOptions(system_prompts=("Be terse", " kind.")))
-    claim(tmp_path, then)
-    (tmp_path / "generate").mkdir()
-    assert _as_begun(now, tmp_path) == then
-    other = replace(now, generate=GenerateOptions(system_prompts=("Be kind.",)))
-    assert _as_begun(other, tmp_path) == other
 
 
 def test_a_folder_in_which_nothing_was_made_takes_another_recipe(tmp_path: Path) -> None:

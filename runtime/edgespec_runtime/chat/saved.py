@@ -120,12 +120,8 @@ class LastChat:
     def __init__(self, manifest: Manifest, state: Path) -> None:
         self._bundle = manifest.target.name
         self._folder = state / "last"
-        self.path = self._named(_talker(manifest))
-        # an older edgespec named a chat by all files of its bundle
-        self._older = self._named(sorted((name, entry.sha256) for name, entry in manifest.files.items()))
-
-    def _named(self, about: list[Any]) -> Path:
-        return self._folder / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
+        talker = json.dumps(_talker(manifest))
+        self.path = self._folder / f"{hashlib.sha256(talker.encode()).hexdigest()[:16]}.json"
 
     def keep(self, conversation: Conversation) -> None:
         """Write it; the oldest chats of other bundles go. Raises InputError where it cannot be written."""
@@ -139,10 +135,9 @@ class LastChat:
 
     def resume(self, conversation: Conversation) -> str:
         """Go on with it. Returns what to say about it. Raises InputError for a file that is damaged."""
-        path = self.path if self.path.exists() else self._older
-        if not path.exists():
+        if not self.path.exists():
             return "there is no earlier chat of this bundle; this is a new one"
-        load(conversation, path)
+        load(conversation, self.path)
         return told(conversation.messages)
 
 

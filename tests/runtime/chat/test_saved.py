@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -99,18 +98,6 @@ def test_a_bundle_that_was_packed_again_has_its_chat_and_another_model_none(
         assert last_chat(one).resume(again).startswith("going on behind 2 turns")
     for one in others:
         assert last_chat(one).resume(again) == "there is no earlier chat of this bundle; this is a new one"
-
-
-def test_a_chat_that_an_older_edgespec_kept_is_found(bundle: Path, manifest: Manifest) -> None:
-    last = last_chat(manifest)
-    last.keep(conversation(bundle, 2))
-    files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
-    named = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
-    last.path.rename(last.path.with_stem(named))
-    again = conversation(bundle, 0)
-    assert last.resume(again).startswith("going on behind 2 turns")
-    last.keep(conversation(bundle, 3))
-    assert last_chat(manifest).resume(again).startswith("going on behind 3 turns")
 
 
 def test_a_long_chat_is_kept_without_its_oldest_turns(
