@@ -30,8 +30,8 @@ from edgespec.recipe.targets import TARGETS, gguf_of, is_gguf
 RECIPE_FILE = "recipe.resolved.yaml"
 
 
-def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
-    """flag > device of a flag > YAML > preset, device of the YAML > default. Raises InputError."""
+def resolve(file_values: dict[str, Any], flags: dict[str, Any], *, made: bool = False) -> Recipe:
+    """flag > device of a flag > YAML > preset, device of the YAML > default. made: the drafter is done, whatever trained it."""
     values = _with_device(underscored(file_values), underscored(flags))
     distill = values.get("distill")
     if isinstance(distill, dict) and isinstance(distill.get("preset"), str):
@@ -43,7 +43,8 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
         inference = replace(inference, file=str(gguf_of(recipe.target) or ""))
     recipe = replace(recipe, drafter=drafter, inference=inference)
     _check_together(recipe)
-    _check_learning(recipe)
+    if not made:
+        _check_learning(recipe)
     return recipe
 
 

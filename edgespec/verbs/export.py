@@ -243,7 +243,7 @@ def _source_of_build(build: Path) -> Source:
                 f"{build} has no finished stage {stage!r}; give the folder of a build that has come so far (build-drafter --out)"
             )
     found = read_json(build / "target" / STAGE_FILE)["counts"]
-    recipe = resolve(load_recipe(build / RECIPE_FILE), {})
+    recipe = resolve(load_recipe(build / RECIPE_FILE), {}, made=True)
     if recipe.evaluate.prompts_file == SELF:
         written = str(build / SELF_PROMPTS / "instructions.jsonl")
         recipe = replace(recipe, evaluate=replace(recipe.evaluate, prompts_file=written))
@@ -310,7 +310,7 @@ def export_recipe(options: Options, source: Source, given: Collection[str] = ())
     values: dict[str, Any] = {"export": export, "device": options.device}
     if options.prompts_file:
         values["evaluate"] = {"prompts_file": options.prompts_file}
-    return resolve(to_mapping(source.recipe), values)
+    return resolve(to_mapping(source.recipe), values, made=True)
 
 
 def run(given: dict[str, Any]) -> int:

@@ -123,7 +123,7 @@ def keep(build: Path, name: str) -> Path:
     keep_in_bytes(head, out)
     copy_file(evaluation, out / EVALUATION)
     recipe = load_recipe(build / RECIPE_FILE)
-    write_json(out / TRAINING, {"target": name, **training_of(build, resolve(recipe, {}))})
+    write_json(out / TRAINING, {"target": name, **training_of(build, resolve(recipe, {}, made=True))})
     return out
 
 
