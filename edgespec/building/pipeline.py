@@ -23,7 +23,7 @@ from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import DrafterShape, continued_head, cost_ratios, derive, describe
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
-from edgespec.recipe.targets import gguf_of
+from edgespec.recipe.targets import FoundTarget, gguf_of
 from edgespec.stages import sources
 from edgespec.stages.own_gguf import own_file
 from edgespec.stages.record import Reads
@@ -49,12 +49,11 @@ class Build(ExportStages):
         """All stages; returns the bundle's folder."""
         self._check_data(data_of(self.recipe, self.out))
         found = self._find("target", self.recipe.target)
-        folder = Path(found["folder"])
-        shape = self._plan(folder)  # before tuning, which keeps the target's shape and tokenizer
-        folder = self._tune(folder)
+        shape = self._plan(found.folder)  # before tuning, which keeps the target's shape and tokenizer
+        folder = self._tune(found.folder)
         self._write_own_prompts(folder)
         drafter = self._train_and_export(folder, shape)
-        return self._pack(folder, drafter, found)
+        return self._pack(replace(found, folder=folder), drafter)
 
     def _train_and_export(self, target: Path, planned: DrafterShape) -> Path:
         """The drafter, trained, evaluated, exported and verified."""
@@ -64,8 +63,8 @@ class Build(ExportStages):
         self._export(target, drafter)
         return drafter
 
-    def _find(self, stage: str, name: str) -> dict[str, Any]:
-        """Name, folder and source of a model, found or made in a stage of its own (one process looks)."""
+    def _find(self, stage: str, name: str) -> FoundTarget:
+        """A model, found or made in a stage of its own (one process looks)."""
 
         def find(place: Path) -> dict[str, Any]:
             target = find_target(name)
@@ -77,15 +76,15 @@ class Build(ExportStages):
         elif (folder := Path(name).expanduser()).is_dir():
             reads = self._model_reads(stage, folder)
         found = self.stage(stage, f"find or make {name}", {"target": name}, find, reads=reads)
-        config = Path(found["folder"]) / "config.json"
-        own = own_file(config.parent)
+        folder = Path(found["folder"])
+        config, own = folder / "config.json", own_file(folder)
         if file and not (config.is_file() and own is not None and own.path == file.resolve()):
             gguf_target(name)  # the cache was emptied, or another build has read a copy of the file
         if not config.is_file():
             raise InputError(
                 f"the {stage}'s folder {found['folder']} is gone; remove {self.out / stage} and run the same command again"
             )
-        return found
+        return FoundTarget(**{**found, "folder": folder})
 
     def _writer_reads(self, target: Path) -> Reads:
         """What stages read in which the target writes."""
@@ -109,7 +108,7 @@ class Build(ExportStages):
 
         from edgespec_recipes.training.tune import tune_target
 
-        teacher = Path(self._find("teacher", tune.teacher)["folder"]) if tune.teacher else None
+        teacher = self._find("teacher", tune.teacher).folder if tune.teacher else None
         models = self._model_reads("target", target) | (
             self._model_reads("teacher", teacher) if teacher else Reads()
         )

@@ -188,9 +188,7 @@ class ExportStages:
         )
         print(verification_table(out / "verify" / "verify.json", colour=draws(sys.stdout)), flush=True)
 
-    def _pack(
-        self, target: Path, drafter: Path, found: dict[str, Any], foreign: FoundTarget | None = None
-    ) -> Path:
+    def _pack(self, target: FoundTarget, drafter: Path, foreign: FoundTarget | None = None) -> Path:
         """The bundle's folder, after a table of how long each stage took. `foreign`: as `write_bundle` has it."""
         from edgespec_export.bundle.default_choice import default_report
         from edgespec_export.bundle.write import write_bundle
@@ -203,14 +201,14 @@ class ExportStages:
             return write_bundle(
                 out / "bundle",
                 out / "export",
-                target,
+                target.folder,
                 drafter,
                 recipe.export,
-                target_name=found["name"],
-                target_source=found["source"],
-                licence=found.get("licence", ""),  # builds of before have none
+                target_name=target.name,
+                target_source=target.source,
+                licence=target.licence,
                 foreign=foreign,
-                prompts=self._held_out(target, recipe.export.bundle_prompts),
+                prompts=self._held_out(target.folder, recipe.export.bundle_prompts),
                 evaluation=evaluation,
                 verification=read_json(out / "verify" / "verify.json"),
                 metrics=_without_counts(evaluation),

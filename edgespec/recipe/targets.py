@@ -44,7 +44,7 @@ class FoundTarget:
     name: str
     folder: Path
     source: str
-    licence: str
+    licence: str = ""
 
 
 @dataclass(frozen=True)

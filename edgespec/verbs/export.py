@@ -77,12 +77,9 @@ class Source:
     drafter where edgespec has not trained it.
     """
 
-    target: Path
+    target: FoundTarget
     drafter: Path
-    name: str
-    source: str
     recipe: Recipe
-    licence: str = ""
     evaluation: Path | None = None
     responses: Path | None = None
     training: dict[str, Any] = field(default_factory=dict)
@@ -103,14 +100,15 @@ class Export(ExportStages):
         from edgespec_export.bundle.write import check_same_tokenizer
 
         source = self.source
+        models = source.target.folder, source.drafter
         self._check_data(held_out_of(self.recipe, self.out))
-        target, drafter = (shape_of_drafter(folder) for folder in (source.target, source.drafter))
-        self._drop_files_too_large(target, drafter, source.name)
-        self._check_pair(source.target, source.drafter)
-        check_same_tokenizer(source.target, source.drafter)
+        target, drafter = map(shape_of_drafter, models)
+        self._drop_files_too_large(target, drafter, source.target.name)
+        self._check_pair(*models)
+        check_same_tokenizer(*models)
         if not (self.out / "export" / STAGE_FILE).exists():
             checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
-            shapes, own = (target, drafter), own_file(source.target)
+            shapes, own = (target, drafter), own_file(source.target.folder)
             size = None if own is None else own.bytes
             check_disk(
                 self.out,
@@ -123,16 +121,15 @@ class Export(ExportStages):
             )
         if not self.force:
             check_memory(self._memory(target), self.out)
-        self._export(source.target, source.drafter)
-        found = {"name": source.name, "source": source.source, "licence": source.licence}
-        return self._pack(source.target, source.drafter, found, source.foreign)
+        self._export(*models)
+        return self._pack(source.target, source.drafter, source.foreign)
 
     def _passing(self, *shapes: ModelShape) -> int:
         """Bytes of temporary files, at most, for the files that are not there yet."""
         from edgespec_export.formats.export import exported_files
 
         source, by_role = self.source, dict(zip(ROLES, shapes, strict=True))
-        own, head = own_file(source.target), is_head(source.drafter)
+        own, head = own_file(source.target.folder), is_head(source.drafter)
         files = exported_files(self.out / "export", self.recipe.export, own, head=head)
         if own is not None:  # that one is copied
             files = [file for file in files if (file.role, file.engine) != ("target", "llama.cpp")]
@@ -143,7 +140,7 @@ class Export(ExportStages):
         """Bytes that the stages need which are not done."""
         from edgespec_export.onnx.by_layers import are_alike
 
-        export, alike = self.recipe.export, are_alike(self.source.target)
+        export, alike = self.recipe.export, are_alike(self.source.target.folder)
         counts = export.verify_prompts, export.answer_replies
         needed = {
             "export": building_bytes(export, target, alike=alike),
@@ -215,9 +212,7 @@ def find_source(options: Options) -> Source:
     found, drafter = _found(options.target, "target"), _found(options.drafter, "drafter")
     recipe = Recipe(target=str(found.folder))
     foreign = None if _trained(drafter.folder) else drafter
-    return Source(
-        found.folder, drafter.folder, found.name, found.source, recipe, found.licence, foreign=foreign
-    )
+    return Source(found, drafter.folder, recipe, foreign=foreign)
 
 
 def _found(name: str, what: str) -> FoundTarget:
@@ -247,14 +242,11 @@ def _source_of_build(build: Path) -> Source:
     if recipe.evaluate.prompts_file == SELF:
         written = str(build / SELF_PROMPTS / "instructions.jsonl")
         recipe = replace(recipe, evaluate=replace(recipe.evaluate, prompts_file=written))
-    target = build / "tune" / "model" if recipe.tune.steps else Path(found["folder"])
+    target = build / "tune" / "model" if recipe.tune.steps else found["folder"]
     return Source(
-        _folder(str(target), "target"),
+        FoundTarget(**{**found, "folder": _folder(str(target), "target")}),
         _folder(str(build / "distill" / "model"), "drafter"),
-        found["name"],
-        found["source"],
         recipe,
-        found.get("licence", ""),
         build / "evaluate" / "evaluation.json",
         build / "generate",
         training_of(build, recipe),
@@ -319,10 +311,10 @@ def run(given: dict[str, Any]) -> int:
     recipe = export_recipe(options, source, given)
     check_packages(recipe)
     ending = f"-{options.device}" if options.device else "-export"
-    out = Path(options.out).expanduser() if options.out else Path("build") / f"{source.name}{ending}"
+    out = Path(options.out).expanduser() if options.out else Path("build") / f"{source.target.name}{ending}"
     command = command_line("export", Options, given)
     with held(out, command):
-        claim(out, replace(recipe, target=str(source.target)))
+        claim(out, replace(recipe, target=str(source.target.folder)))
         write_text(out / "command.txt", command + "\n")
         export = Export(recipe, out, source=source, force=options.force)
         export.run()

@@ -99,16 +99,8 @@ def _export(name: str, drafter: Path, out: Path) -> None:
     assert found is not None
     recipe = resolve({"target": str(found.folder), "export": EXPORT}, {})
     write_text(out / "command.txt", f"edgespec chat {name}\n")
-    source = Source(
-        found.folder,
-        drafter,
-        name,
-        found.source,
-        recipe,
-        found.licence,
-        drafter / EVALUATION,
-        training=read_training(drafter / TRAINING),
-    )
+    training = read_training(drafter / TRAINING)
+    source = Source(found, drafter, recipe, drafter / EVALUATION, training=training)
     Export(recipe, out, source=source, disk_cure=f"set {HOME} to a folder on another disk").run()
 
 

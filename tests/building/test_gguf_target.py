@@ -177,7 +177,7 @@ def test_a_builds_own_file_is_found_behind_another_builds_copy(
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
     name, copy = str(made / "tiny.gguf"), tmp_path / "copy.gguf"
     build = Build(Recipe(target=name), tmp_path / "out")
-    folder = Path(build._find("target", name)["folder"])
+    folder = build._find("target", name).folder
     copy_file(made / "tiny.gguf", copy)
     assert find_target(str(copy)).folder == folder
     copy.unlink()

@@ -343,7 +343,7 @@ def test_a_targets_file_that_was_moved_is_given_to_export(
     with pytest.raises(InputError, match=f"old.gguf is gone, .* is wanted; {cure}$"):
         own.copy(tmp_path / "copy.gguf")
     source = find_source(ExportOptions(target=str(moved), drafter=str(built / "distill" / "model")))
-    assert own_file(source.target) == replace(own, path=moved)
+    assert own_file(source.target.folder) == replace(own, path=moved)
 
 
 def test_a_head_of_another_target_is_refused(

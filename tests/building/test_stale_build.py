@@ -19,6 +19,7 @@ from edgespec.cli import main
 from edgespec.core.errors import BundleError
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.shipped import load_recipe
+from edgespec.recipe.targets import FoundTarget
 from edgespec.stages.record import RECORD
 from edgespec.stages.stage import STAGE_FILE, Processes
 
@@ -147,5 +148,5 @@ def test_another_process_leaves_the_record_of_the_pack_alone(small_build: Path, 
     shutil.rmtree(out / "bundle")
     build = Build(resolve(load_recipe(out / RECIPE_FILE), {}), out, Processes(rank=1))
     with pytest.raises(BundleError, match=r"manifest.json"):
-        build._pack(small_build / "target", out / "distill" / "model", {"name": "t", "source": "s"})
+        build._pack(FoundTarget("t", small_build / "target", "s"), out / "distill" / "model")
     assert (out / "pack" / STAGE_FILE).exists()

@@ -24,6 +24,7 @@ from edgespec.recipe import devices
 from edgespec.recipe.devices import profile
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import ExportOptions, Recipe
+from edgespec.recipe.targets import FoundTarget
 from edgespec.verbs import export as export_verb
 
 
@@ -182,7 +183,7 @@ def test_only_files_that_are_not_there_need_what_they_are_made_from(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     recipe = resolve({"target": "x", "export": {"onnx": ["fp32"], "gguf": ["q4_k_m", "q4_0"]}}, {})
-    source = export_verb.Source(*models, "name", "source", recipe)
+    source = export_verb.Source(FoundTarget("name", models[0], "source"), models[1], recipe)
     one = export_verb.Export(recipe, tmp_path, source=source)
     shapes = [ModelShape.from_config(json.loads((model / "config.json").read_text())) for model in models]
     counted = [passing_bytes(shape, "llama.cpp", "q4_k_m") for shape in shapes]
@@ -262,7 +263,7 @@ def test_a_build_is_exported_for_another_device(small_build: Path, tmp_path: Pat
 
 def test_a_builds_own_budget_holds_where_no_flag_names_another(models: tuple[Path, Path]) -> None:
     recipe = Recipe("x", export=ExportOptions(gguf=("q_mixed",), bits=5.5, verify_prompts=7))
-    source = export_verb.Source(*models, "x", "", recipe)
+    source = export_verb.Source(FoundTarget("x", models[0], ""), models[1], recipe)
     options = export_verb.Options(build="x")
     kept = export_verb.export_recipe(options, source).export
     assert (kept.gguf, kept.bits, kept.verify_prompts) == (("q_mixed",), 5.5, 7)
@@ -305,7 +306,7 @@ def test_a_build_of_what_is_refused_now_is_exported(
     (tmp_path / "recipe.resolved.yaml").write_text(json.dumps({"target": "t", **training}))
     options = export_verb.Options(build=str(tmp_path), precisions=("int4",))
     source = export_verb.find_source(options)
-    assert source.target == (tmp_path / "tune" / "model" if tuned else models[0])
+    assert source.target.folder == (tmp_path / "tune" / "model" if tuned else models[0])
     assert export_verb.export_recipe(options, source).export.onnx == ("int4",)
 
 
