@@ -1,20 +1,8 @@
 """Accelerators by name: what their makers publish of arithmetic, memory and bandwidth, and the same measured on this machine.
 
 FLOP/s are dense (no sparsity) matrix products with bf16 factors and float32 sums, which is what training uses; a card without
-bf16 units (V100, T4) counts with its float32 rate, as the training there runs in float32. Sources, one for each card:
-
-    V100        NVIDIA V100 datasheet: 15.7 TFLOPS fp32 (SXM2), 900 GB/s
-    T4          NVIDIA T4 datasheet: 8.1 TFLOPS fp32, 320 GB/s
-    A10         NVIDIA A10 datasheet: 125 TFLOPS bf16, 600 GB/s
-    A100        NVIDIA A100 datasheet: 312 TFLOPS bf16; 40 GB: 1,555 GB/s, 80 GB SXM: 2,039 GB/s
-    A6000       NVIDIA RTX A6000 datasheet: 309.7 TFLOPS with sparsity, so 154.8; 768 GB/s
-    L4, L40S    their datasheets: 121 and 362 TFLOPS bf16 without sparsity, 300 and 864 GB/s
-    RTX3090     NVIDIA GA102 whitepaper: 71 TFLOPS bf16 with float32 sums, 936 GB/s
-    RTX4090     NVIDIA Ada whitepaper: 165.2 TFLOPS bf16 with float32 sums, 1,008 GB/s
-    H100, H200  their datasheets: 1,979 TFLOPS with sparsity, so 989 (SXM), 756 for H100 PCIe; 3,350, 2,000 and 4,800 GB/s
-    B200        NVIDIA HGX B200 datasheet: 2,250 TFLOPS bf16 without sparsity, 7,700 GB/s
-    MI300X      AMD Instinct MI300X datasheet: 1,307 TFLOPS bf16 without sparsity, 5,300 GB/s
-
+bf16 units (V100, T4) counts with its float32 rate, as the training there runs in float32. The figures are those of the makers'
+datasheets (of the RTX cards, of the GA102 and Ada whitepapers), halved where a sheet counts sparsity (A6000, H100, H200).
 Knows no models. What a program reaches of these figures is the plan's assumption, not this table's.
 """
 
