@@ -44,14 +44,17 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any], *, made: bool = 
     recipe = replace(recipe, drafter=drafter, inference=inference)
     _check_together(recipe)
     if not made:
-        _check_learning(recipe)
+        check_learning(recipe)
     return recipe
 
 
-def read_recipe(name: str, flags: dict[str, Any]) -> tuple[Recipe, Path | None]:
-    """The recipe of a build with these flags, and its file: the named one, or the shipped one with the target's name."""
+def read_recipe(name: str, flags: dict[str, Any], *, made: bool = False) -> tuple[Recipe, Path | None]:
+    """The recipe of a build with these flags, and its file: the named one, or the shipped one with the target's name.
+
+    made: as in `resolve`.
+    """
     file = recipe_file(name) if name else shipped_recipes().get(flags.get("target", ""))
-    return resolve(load_recipe(file) if file else {}, flags), file
+    return resolve(load_recipe(file) if file else {}, flags, made=made), file
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -125,7 +128,7 @@ def _check_sources(recipe: Recipe, *names: str) -> None:
                 )
 
 
-def _check_learning(recipe: Recipe) -> None:
+def check_learning(recipe: Recipe) -> None:
     """What the drafter cannot learn from, or would learn something else by than the recipe says. Raises InputError."""
     inference, tune, distill = recipe.inference, recipe.tune, recipe.distill
     sources = ["generate.instructions", *(["pretrain.text"] if recipe.drafter.kind == "model" else [])]

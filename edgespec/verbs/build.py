@@ -20,16 +20,17 @@ from edgespec.building.pipeline_head import HeadBuild
 from edgespec.core.errors import InputError, MissingExtra, NoRoom
 from edgespec.core.files import write_text
 from edgespec.core.folder_lock import held, refuse_other
-from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
+from edgespec.core.options import command_line, from_mapping, knob, to_mapping, underscored, with_default
 from edgespec.core.output import json_knob, next_step, step, write_result
 from edgespec.core.table import byte_size
 from edgespec.planning.plan import PlanOptions, recipes_for
 from edgespec.planning.preflight import Room, check_processes, disk_left, find_shortages, refuse, room_here
 from edgespec.recipe.precisions import MIXED
-from edgespec.recipe.read import RECIPE_FILE, dump_recipe, read_recipe
+from edgespec.recipe.read import RECIPE_FILE, check_learning, dump_recipe, read_recipe
 from edgespec.recipe.schema import ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TARGETS, gguf_of
+from edgespec.shell.environment import API_KEY
 from edgespec.stages.stage import STAGE_FILE, Processes
 
 
@@ -51,11 +52,11 @@ OWN = tuple(Options.__annotations__)
 
 
 def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
-    """The recipe, and the options of this run alone (its target is a placeholder)."""
+    """The recipe, and the options of this run alone (its target is a placeholder). `run` checks what trains the drafter."""
     flags = dict(given)
     own = {name: flags.pop(name) for name in OWN if name in flags}
     run = from_mapping(Options, {"target": "", **own})
-    return read_recipe(run.recipe, flags)[0], run
+    return read_recipe(run.recipe, flags, made=True)[0], run
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -168,6 +169,16 @@ def _check_budget(options: ExportOptions) -> None:
             )
 
 
+def _check_key(recipe: Recipe, given: dict[str, Any]) -> None:
+    """Raise InputError where the user's key would go to a server that a recipe's file alone names."""
+    url, own = recipe.inference.url, underscored(given).get("inference", {}).get("url")
+    if url and url != own and os.environ.get(API_KEY):
+        raise InputError(
+            f"the recipe names the server {url!r}, and the key in {API_KEY} would be sent to it; "
+            f"add --inference.url {url} if it is meant for that server, or unset {API_KEY}"
+        )
+
+
 def folder_of(target: str, out: str) -> Path:
     """Where everything that is made lies."""
     return Path(out).expanduser() if out else Path("build") / Path(target).name.removesuffix(".gguf")
@@ -176,7 +187,10 @@ def folder_of(target: str, out: str) -> Path:
 def run(given: dict[str, Any]) -> int:
     recipe, options = _read_options(given)
     out = folder_of(recipe.target, options.out)
+    if not (out / "distill" / STAGE_FILE).is_file():  # how a drafter that is done was trained is past
+        check_learning(recipe)
     check_packages(recipe)
+    _check_key(recipe, given)
     if not options.recipe and (made := recipes_for(recipe.target)):
         step(
             f"Note: {recipe.target} has recipes of its own, {', '.join(made)} (--recipe NAME); this build takes the defaults."

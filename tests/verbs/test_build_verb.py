@@ -12,9 +12,11 @@ from torchrun import torchrun
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.options import as_flags
-from edgespec.recipe.read import RECIPE_FILE
+from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import InferenceOptions, Recipe
 from edgespec.recipe.targets import TARGETS
+from edgespec.shell.environment import API_KEY
+from edgespec.stages.stage import STAGE_FILE
 from edgespec.verbs.build import _room, claim
 
 GIB = 2**30
@@ -91,6 +93,45 @@ def test_a_budget_without_a_mixed_file(tmp_path: Path, capsys: pytest.CaptureFix
         assert not (tmp_path / "out").exists()
         assert main(["build-drafter", *flags, "--export.onnx", "int4,mixed"]) == 2
         assert "unknown target 'no/such/place'" in capsys.readouterr().err
+
+
+def test_a_head_that_is_done_is_not_refused_for_what_trained_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An older edgespec ignored knobs that a head does not have. A head that is still to be trained is refused with them."""
+    values = {
+        "target": "no/such/place",
+        "drafter": {"kind": "head", "init": "subclone"},
+        "generate": {"features": True},
+        "distill": {"target_side": "stored", "text_fraction": 0.0, "keep_steps": 500},
+    }
+    flags = as_flags({**values, "out": str(tmp_path / "out")})
+    claim(tmp_path / "out", resolve(values, {}, made=True))
+    done = tmp_path / "out" / "distill" / STAGE_FILE
+    done.parent.mkdir()
+    assert main(["build-drafter", *flags]) == 2
+    assert "distill.keep_steps 0 (it is 500)" in capsys.readouterr().err
+    done.write_text("{}")
+    assert main(["build-drafter", *flags]) == 2
+    assert "unknown target 'no/such/place'" in capsys.readouterr().err
+    assert main(["build-drafter", *flags, "--distill.keep-steps", "400"]) == 2
+    assert "holds a build of another recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["", "http://127.0.0.1:9"])
+def test_a_key_goes_to_no_server_that_only_a_recipe_names(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(API_KEY, "secret")
+    recipe = tmp_path / "recipe.yaml"
+    server = "inference: {source: server, url: 'http://127.0.0.1:9'}"
+    recipe.write_text(f"{server}\ndistill: {{target_side: stored, text_fraction: 0.0}}\n")
+    values = {"target": "no/such/place", "recipe": str(recipe), "out": str(tmp_path / "out")}
+    flags = as_flags({**values, **({"inference": {"url": flag}} if flag else {})})
+    assert main(["build-drafter", *flags]) == 2
+    said = capsys.readouterr().err
+    assert ("unknown target" if flag else "add --inference.url http://127.0.0.1:9 if") in said
+    assert "secret" not in said
 
 
 def test_a_folder_in_which_nothing_was_made_takes_another_recipe(tmp_path: Path) -> None:
