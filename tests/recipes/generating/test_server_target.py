@@ -89,7 +89,7 @@ def test_a_server_writes_what_its_file_would(
     assert "tiny at http://127.0.0.1" in counts["precision_reason"]
     both = zip(read_responses(tmp_path / "server"), read_responses(tmp_path / "file"), strict=True)
     greedy = [(ours, theirs) for ours, theirs in both if ours["temperature"] == 0]
-    assert len(greedy) == 4
+    assert len(greedy) == 3  # of two temperatures, which each instruction meets in turn
     assert all(ours == theirs for ours, theirs in greedy)
     generate(tmp_path / "again", root / "target", options, 1, at(url, prompts=prompts, parallel=1))
     assert answers(tmp_path / "again") == answers(tmp_path / "server")  # seeds travel with the requests
