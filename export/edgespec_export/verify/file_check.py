@@ -121,9 +121,7 @@ class FileCheck:
     largest: float | None = None  # engine against the float model
     mean: float | None = None
     top1: float | None = None  # share of positions with the same most likely token
-    kl: float | None = (
-        None  # KL(p of the model ‖ p of the file) in nats, mean over positions, at temperature 1
-    )
+    kl: float | None = None  # KL(p of the model ‖ p of the file) in nats, mean over positions, at T = 1
     perplexity: float | None = None  # of the prompts' text under the file, and under the float model
     torch_perplexity: float | None = None
     engine_relative: float | None = None  # engine against torch with the file's weights
@@ -299,13 +297,8 @@ def measure(
         places = np.arange(len(following)), np.asarray(following, dtype=np.int64)
         losses += (-ours[places]).tolist()
         model_losses += (-theirs[places]).tolist()
-    check.largest, check.mean, check.top1, check.kl = (
-        largest,
-        total / entries,
-        same / count,
-        divergence / count,
-    )
-    check.positions = count
+    check.largest, check.mean = largest, total / entries
+    check.top1, check.kl, check.positions = same / count, divergence / count, count
     if losses:
         perplexity, of_model = (float(np.exp(np.mean(each))) for each in (losses, model_losses))
         if np.isfinite(of_model):
