@@ -28,7 +28,7 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -217,22 +217,19 @@ def in_turns(
     temperature: float,
     label: str,
     before: Callable[[int], None] = lambda index: None,
-) -> tuple[Rates, dict[str, RawCounts]]:
-    """Every rival at every prompt, each time in another order; `before` is called at each prompt, with its number."""
+    begin: int = 0,
+) -> Iterator[dict[str, tuple[float, RawCounts | None]]]:
+    """What every rival did at one prompt after the other, each time in another order. The first `begin` prompts are done.
+
+    `before` is called at each prompt, with its number.
+    """
     for run in rivals.values():
         run(prompts[0], temperature)  # first calls allocate, and measure costs
-    rates: Rates = {name: [] for name in rivals}
-    counts = {name: RawCounts() for name in rivals}
-    with progress(label, len(prompts), "prompt") as bar:
-        for index, prompt in enumerate(prompts):
+    with progress(label, len(prompts), "prompt", done=begin) as bar:
+        for index in range(begin, len(prompts)):
             before(index)
-            for name in shuffled(list(rivals), index):
-                rate, counted = rivals[name](prompt, temperature)
-                rates[name].append(rate)
-                if counted is not None:
-                    counts[name].add(counted)
+            yield {name: rivals[name](prompts[index], temperature) for name in shuffled(list(rivals), index)}
             bar.update(1)
-    return rates, counts
 
 
 def over_prompts(values: Sequence[float], prompts: int) -> tuple[float, float, float]:
@@ -318,7 +315,12 @@ def main(arguments: list[str] | None = None) -> int:
             if index * MEASURED // len(turns) >= len(costs):
                 costs.append(calibrate(pair.target, pair.draft, measuring))
 
-        rates, counts = in_turns(rivals, turns, temperature, f"T = {temperature:g}", measure_costs)
+        rates: Rates = {name: [] for name in rivals}
+        counts = {name: RawCounts() for name in rivals}
+        for found in in_turns(rivals, turns, temperature, f"T = {temperature:g}", measure_costs):
+            for name, (rate, counted) in found.items():
+                rates[name].append(rate)
+                counts[name].add(counted or RawCounts())
         rows = [row_of(name, rates, counts[name], costs, lengths.get(name), len(prompts)) for name in rivals]
         headers = ("tok/s [95 %]", "x llama.cpp", "x plain", "τ", "α", "limit", "of limit", "loop adds")
         print(table((f"T = {temperature:g}", *headers), rows))

@@ -11,7 +11,8 @@ Every question of the built-in suite (`--each` of a kind) is answered once by ev
 Rivals are edgespec's plain decoding, its fixed draft lengths and its chosen one; for a GGUF file also llama.cpp's own loop and
 llama-cpp-python's prompt lookup, unless `--alone`; with `--beside` llama.cpp's own loop on other files, which may then use flash
 attention where it likes; with `--transformers` the same target in torch, plain and with prompt lookup. Tokens a second count from
-the first token on. All figures are medians over questions, with 95 % bootstrap intervals.
+the first token on. All figures are medians over questions, with 95 % bootstrap intervals. With `--json` a run that was cut off
+goes on at its next question, also with a larger `--each`.
 
 Tables: what drafts gain, with τ of the chosen ones and α of the longest fixed ones at each position; the chosen drafts by kind of
 question; tokens a second beside the other programs; with `--beside`, edgespec against these files.
@@ -21,8 +22,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -45,16 +46,26 @@ from edgespec.recipe.devices import LLAMACPP, OPENVINO, STATIC
 PLAIN, CHOSEN, LOOP, LOOKUP = "plain", "γ chosen", "llama.cpp", "llama.cpp prompt lookup"
 TORCH, TORCH_LOOKUP = "transformers", "transformers prompt lookup"
 AUTO = -1  # llama.cpp decides whether it uses flash attention
+FREE = ("files", "temperatures", "each", "json")  # options that what is kept of a question does not depend on
 LOOKED_UP = 2  # tokens of transformers' prompt lookup, as of llama-cpp-python's
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
-    """By rival: tokens a second at each question; τ; α by position, of fixed drafts."""
+    """By rival: tokens a second at each question, and what its loop counted at all of them."""
 
-    rates: Rates
-    taus: dict[str, float]
-    alphas: dict[str, list[float]]
+    rates: Rates = field(default_factory=dict)
+    counts: dict[str, RawCounts] = field(default_factory=dict)
+
+    @property
+    def questions(self) -> int:
+        return len(self.rates.get(PLAIN, []))
+
+    def add(self, found: dict[str, tuple[float, RawCounts | None]]) -> None:
+        """One question more."""
+        for name, (rate, counted) in found.items():
+            self.rates.setdefault(name, []).append(rate)
+            self.counts.setdefault(name, RawCounts()).add(counted or RawCounts())
 
 
 def in_torch(folder: Path, new: int, threads: int, *, lookup: bool) -> Run:
@@ -111,20 +122,6 @@ def rivals_of(pair: Pair, given: argparse.Namespace) -> dict[str, Run]:
     return found
 
 
-def answered(
-    rivals: dict[str, Run], prompts: Sequence[Sequence[int]], temperature: float, label: str
-) -> Measured:
-    rates, counts = in_turns(rivals, prompts, temperature, label)
-    drafted = {name: each for name, each in counts.items() if each.drafted}
-    taus = {name: each.block_efficiency for name, each in drafted.items()}
-    alphas = {
-        name: [stayed / seen for stayed, seen in zip(each.accepted, each.tested, strict=True)]
-        for name, each in drafted.items()
-        if name != CHOSEN
-    }
-    return Measured(rates, taus, alphas)
-
-
 def against(rates: Rates, name: str, of: Sequence[int], rival: str = PLAIN) -> str:
     """x a rival on these questions."""
     return interval(*bootstrap([rates[name][each] / rates[rival][each] for each in of], median))
@@ -132,10 +129,11 @@ def against(rates: Rates, name: str, of: Sequence[int], rival: str = PLAIN) -> s
 
 def gains(found: Measured, fixed: Sequence[str]) -> list[str]:
     """Plain tokens a second, what each kind of draft makes of them, τ and α."""
-    everywhere = range(len(found.rates[PLAIN]))
+    everywhere = range(found.questions)
     ratios = [against(found.rates, name, everywhere) for name in (*fixed, CHOSEN)]
-    tau = f"{found.taus[CHOSEN]:.2f}" if CHOSEN in found.taus else ""
-    alpha = ", ".join(f"{each:.2f}" for each in found.alphas[fixed[-1]])
+    tau = f"{found.counts[CHOSEN].block_efficiency:.2f}"
+    longest = found.counts[fixed[-1]]
+    alpha = ", ".join(f"{a / max(1, n):.2f}" for a, n in zip(longest.accepted, longest.tested, strict=True))
     return [f"{median(found.rates[PLAIN]):.0f}", *ratios, tau, alpha]
 
 
@@ -145,14 +143,35 @@ def speeds(rates: Rates) -> list[str]:
     return [f"{median(rates[name]):.0f}" if name in rates else "" for name in (PLAIN, CHOSEN, LOOP, lookup)]
 
 
-def kept(file: Path | None, key: str, measure: Callable[[], Measured]) -> Measured:
-    """What was measured under `key` in a JSON file where one is named; a run that was cut off goes on from it."""
-    found = read_json(file) if file is not None and file.exists() else {}
-    if key not in found:
-        found[key] = asdict(measure())
-        if file is not None:
-            write_json(file, found)
-    return Measured(**found[key])
+def kept(file: Path | None, key: str) -> Measured:
+    """What an earlier run measured under `key`."""
+    found = read_json(file).get(key) if file is not None and file.exists() else None
+    if found is None:
+        return Measured()
+    return Measured(found["rates"], {name: RawCounts(**each) for name, each in found["counts"].items()})
+
+
+def keep(file: Path | None, key: str, measured: Measured) -> None:
+    if file is not None:
+        write_json(file, {**(read_json(file) if file.exists() else {}), key: asdict(measured)})
+
+
+def answered(
+    rivals: dict[str, Run],
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    label: str,
+    file: Path | None,
+) -> Measured:
+    """Every rival at every question. `file` has it behind each question, and what it has is not measured again."""
+    measured = kept(file, label)
+    if measured.questions > len(prompts):
+        raise InputError(f"{file} has {measured.questions} questions of {label}: give a larger --each")
+    if measured.questions < len(prompts):
+        for found in in_turns(rivals, prompts, temperature, label, begin=measured.questions):
+            measured.add(found)
+            keep(file, label, measured)
+    return measured
 
 
 def temperatures(text: str) -> list[str]:
@@ -195,7 +214,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--beside", type=Path, nargs="+", default=[], help="GGUF files of llama.cpp's own loop"
     )
     parser.add_argument("--transformers", type=Path, help="the target's folder with float weights")
-    parser.add_argument("--json", type=Path, help="what was measured; a run that was cut off goes on from it")
+    parser.add_argument(
+        "--json", type=Path, help="what was measured, question by question; the next run goes on from it"
+    )
     return parser.parse_args(arguments)
 
 
@@ -223,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     if given.json:
         made = [given.json] if given.json.exists() else []
-        same_options(given.json.with_suffix(".options.json"), given, made, "files", "temperatures", "json")
+        same_options(given.json.with_suffix(".options.json"), given, made, *FREE)
     questions = round_robin(read_suite("built-in"))
     kinds = sorted({question.category for question in questions})
     questions = questions[: given.each * len(kinds)]
@@ -240,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
             rivals = rivals_of(pair, given)
             for word in given.temperatures:
                 label = f"{file}, T = {word}"
-                found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
+                found = answered(rivals, prompts, float(word), label, given.json)
                 rows.append((f"{file} {pair.mode}", word, *gains(found, fixed)))
                 note(" | ".join(rows[-1]))
                 ratios = [
@@ -262,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
             }
             for word in given.temperatures:
                 label = f"{TORCH}, T = {word}"
-                found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
+                found = answered(rivals, prompts, float(word), label, given.json)
                 others.append((f"{TORCH} float32", word, *speeds(found.rates)))
     finally:
         if others:  # hours were measured, whatever ended them

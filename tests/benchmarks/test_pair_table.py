@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
+from edgespec.core.metrics import RawCounts
 
 pytest.importorskip("llama_cpp")
-from pair_table import CHOSEN, PLAIN, checked_files, main, parse
+from pair_table import CHOSEN, PLAIN, answered, checked_files, kept, main, parse, rivals_of
 
 pytestmark = pytest.mark.llamacpp
+
+SHORT = ["--temperatures", "0", "--draft-lengths", "1", "--threads", "1", "--context", "256"]
 
 
 @pytest.mark.parametrize(
@@ -35,22 +41,30 @@ def test_what_was_measured_is_shown_whatever_ends_the_run(
 ) -> None:
     """A run that was cut off, and whose last rival cannot be opened."""
     rates = dict.fromkeys((PLAIN, "γ = 1", CHOSEN), [50.0] * 7)
-    found = {"rates": rates, "taus": {CHOSEN: 1.5}, "alphas": {"γ = 1": [0.5]}}
+    counts = {name: asdict(RawCounts(2, 1, 0, 3, [1], [1])) for name in rates}
+    found = {"rates": rates, "counts": counts}
     write_json(tmp_path / "found.json", {"onnxruntime:fp32, T = 0": found})
     write_json(tmp_path / "no-weights" / "config.json", {})
-    words = [
-        "--each",
-        "1",
-        "--temperatures",
-        "0",
-        "--draft-lengths",
-        "1",
-        "--threads",
-        "1",
-        "--context",
-        "256",
-    ]
+    words = [*SHORT, "--each", "1", "--new", "128"]
     words += ["--json", str(tmp_path / "found.json"), "--transformers", str(tmp_path / "no-weights")]
     with pytest.raises((OSError, ValueError)):
         main([str(bundle), *words])
     assert "| onnxruntime:fp32 exact " in capsys.readouterr().out
+
+
+def test_questions_are_measured_once(bundle: Path, tmp_path: Path) -> None:
+    """A run goes on behind the questions that are kept; one with fewer is told."""
+    given = parse([str(bundle), *SHORT, "--new", "4", "--files", "onnxruntime:fp32"])
+    file, prompts = tmp_path / "found.json", [[1, 5 + at, 40] for at in range(5)]
+    with closing(open_pair(bundle, LoadOptions("onnxruntime", "fp32", context=256, threads=1))) as pair:
+        rivals = rivals_of(pair, given)
+        first = answered(rivals, prompts[:2], 0.0, "a file", file)
+        assert answered(rivals, prompts[:2], 0.0, "a file", file) == first
+        whole = answered(rivals, prompts, 0.0, "a file", file)
+        with pytest.raises(InputError, match="has 5 questions"):
+            answered(rivals, prompts[:2], 0.0, "a file", file)
+    assert whole == kept(file, "a file")
+    for name in (PLAIN, "γ = 1", CHOSEN):
+        assert len(whole.rates[name]) == 5
+        assert whole.rates[name][:2] == first.rates[name]
+        assert whole.counts[name].emitted == 20
