@@ -233,7 +233,7 @@ def optimum(arguments: list[str]) -> int:
     set_up("optimum", OPTIMUM, "constraints-optimum.txt")
     if arguments:
         return run(OPTIMUM / SCRIPTS / "edgespec", "export-optimum", *arguments)
-    return run(OPTIMUM / SCRIPTS / "python", "tests/support/optimum_program.py")
+    return run(OPTIMUM / SCRIPTS / "python", "tests/support/models/optimum_program.py")
 
 
 COMMANDS = {"demo": demo, "chat": chat, "test": test, "optimum": optimum}

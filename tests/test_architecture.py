@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -204,10 +205,18 @@ def test_help_imports_no_room_and_little_else() -> None:
     assert "build-drafter" in done.stdout
 
 
+BESIDE = [file for folder in ("benchmarks", "tests") for file in (REPOSITORY / folder).rglob("*.py")]
+
+
+def test_benchmarks_and_tests_have_small_folders_too() -> None:
+    sizes = Counter(file.parent for file in BESIDE)
+    assert not {folder.name: size for folder, size in sizes.items() if size > MOST_FILES}
+
+
 def test_files_stay_readable_in_one_sitting() -> None:
     long = {
         file.name: lines
-        for file in MODULES.values()
+        for file in (*MODULES.values(), *BESIDE)
         if (lines := len(file.read_text(encoding="utf-8").splitlines())) > 400
     }
     assert not long

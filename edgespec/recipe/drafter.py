@@ -30,7 +30,7 @@ NARROW_STEP = 64
 LAYERS_RATIO = 8
 LARGE_VOCABULARY = 2**15  # tokens: up to here (Llama 2) a drafter keeps them all
 KEPT_SHARE = 4  # a quarter of SmolLM2's tokens are 95 % or more of what it writes
-SHALLOW = 2  # layers: four accept about as much as two of the same width, and one less (benchmarks/drafter_shapes.py)
+SHALLOW = 2  # layers: four accept about as much as two of the same width, and one less (benchmarks/training/drafter_shapes.py)
 LAYER_COST = 500_000  # weights that are read in the time that starting a layer takes: 0.51M in two runs of it
 
 

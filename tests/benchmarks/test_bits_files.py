@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bits_files import Files, is_fitted, names_of
 from tiny_models import make_model_folder
+
+from benchmarks.files.bits_files import Files, is_fitted, names_of
 
 
 @pytest.mark.parametrize(("name", "made"), [("int8", {"our-onnxruntime-int8"}), ("nothing", set())])

@@ -12,14 +12,15 @@ import pytest
 from edgespec.core.files import write_json
 
 pytest.importorskip("resource", reason="acceptance_curve.py reads its memory from the system")
-from acceptance_curve import TokenRows, part_of
-from common import begun, kept, same_options
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.response_shards import read_responses, write_shard
 from edgespec_recipes.stored.top_k import record_type
 from edgespec_recipes.stored.written_rows import WrittenRows
 from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.training.trainer import collate
+
+from benchmarks.common import begun, kept, same_options
+from benchmarks.training.acceptance_curve import TokenRows, part_of
 
 RESULT = "found.json"
 WIDTH, VOCABULARY, TOP_K = 6, 500, 4

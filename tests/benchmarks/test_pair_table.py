@@ -14,7 +14,7 @@ from edgespec.core.files import write_json
 from edgespec.core.metrics import RawCounts
 
 pytest.importorskip("llama_cpp")
-from pair_table import CHOSEN, PLAIN, answered, checked_files, kept, main, parse, rivals_of
+from benchmarks.speed.pair_table import CHOSEN, PLAIN, answered, checked_files, kept, main, parse, rivals_of
 
 pytestmark = pytest.mark.llamacpp
 

@@ -86,7 +86,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def test_pages_that_the_code_names_exist() -> None:
     files = [file for folder in PACKAGES for file in folder.rglob("*") if file.suffix in (".py", ".yaml")]
-    files += [*(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "tests").rglob("*.py")]
+    files += [*(REPOSITORY / "benchmarks").rglob("*.py"), *(REPOSITORY / "tests").rglob("*.py")]
     for file in files:
         if file != Path(__file__):
             for name in re.findall(r"\bdocs/([\w-]+\.md)\b", text_of(file)):

@@ -7,4 +7,5 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PYTHONPATH = os.pathsep.join(str(REPOSITORY / folder) for folder in (".", "runtime", "recipes", "export"))
-SUPPORT = str(REPOSITORY / "tests" / "support")
+HELPERS = REPOSITORY / "tests" / "support"
+SUPPORT = os.pathsep.join(str(HELPERS / folder) for folder in (".", "files", "laws", "models", "programs"))

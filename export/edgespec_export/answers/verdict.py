@@ -1,8 +1,9 @@
 """Three words for a file, by the share of the model's most likely tokens that it keeps. All of edgespec judges by these bounds.
 
-Measured on replies of a 135M chat model (1,497 tokens; benchmarks/bits_quality_speed.py): 8-bit files keep 95 to 96 %, Q6_K 94 %,
-Q4_K_M 86 %, 4 bits rounded to nearest 66 to 70 %; another set of prompts moved Q4_K_M by 7 points, so look at the interval too. A
-greedy reply parts from the model's after 1 / (1 - share) tokens in the mean: 33 tokens at the first bound, 12 at the second.
+Measured on replies of a 135M chat model (1,497 tokens; benchmarks/files/bits_quality_speed.py): 8-bit files keep 95 to 96 %, Q6_K
+94 %, Q4_K_M 86 %, 4 bits rounded to nearest 66 to 70 %; another set of prompts moved Q4_K_M by 7 points, so look at the interval
+too. A greedy reply parts from the model's after 1 / (1 - share) tokens in the mean: 33 tokens at the first bound, 12 at the
+second.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ graph has it, for those who prefer speed; both graphs read the same data file. T
 embedding shares its int4 table.
 
 int8 is the same with bytes, in blocks of 64 where its rows are made of such: a step is a tenth faster than in blocks of 32 and a
-pass keeps the bits of single steps, which it does not in blocks of 128 (benchmarks/int8_blocks.py). Inputs are rounded in the
-same blocks, so outliers among them are smoothed first (smoothing.py). With float activations the kernel of 8 bits takes many
+pass keeps the bits of single steps, which it does not in blocks of 128 (benchmarks/files/int8_blocks.py). Inputs are rounded in
+the same blocks, so outliers among them are smoothed first (smoothing.py). With float activations the kernel of 8 bits takes many
 times as long as fp32, so that graph widens the bytes when it is loaded (to_onnx_stored).
 
 fp16 halves the file and nothing else: ONNX Runtime's CPU kernels multiply in float32.

@@ -7,8 +7,9 @@
 Every sum keeps its kept terms as they are; nothing is random. RMS norms divide by the root mean square of the kept dimensions
 instead of all, so their weights are multiplied by the measured quotient of the two. What contributed nothing in the target is
 then cut without a trace. The paper also multiplies what reads a narrower input by sqrt(width / kept), which gives each sum its
-variance back: that lowers the loss at step 0 and raises it after training (by 0.1 after 100 steps; benchmarks/subcloning.py), so
-it is left out. Which dimensions are kept matters at step 0; taken at random they are behind by 0.00 to 0.06 after 100 steps.
+variance back: that lowers the loss at step 0 and raises it after training (by 0.1 after 100 steps;
+benchmarks/training/subcloning.py), so it is left out. Which dimensions are kept matters at step 0; taken at random they are
+behind by 0.00 to 0.06 after 100 steps.
 
 Where the drafter's heads are smaller, the rotary pairs are kept whose frequencies are the smaller head's own, and the drafter has
 the target's RoPE scaling (`scaling_of`), which leaves the meaning of positions as it was. Knows Llama-style weights (no biases,

@@ -4,7 +4,7 @@ Pure functions of tensors; knows no files and no models.
 
 The remainder is spread evenly over the other tokens. In proportion to q, every f-divergence would be that with one bucket for the
 rest: blind where q is most wrong, on tokens it likes and the target has not among its k. Measured, the even spread's gradients
-are several times closer to the live ones at every k (benchmarks/stored_targets.py).
+are several times closer to the live ones at every k (benchmarks/training/stored_targets.py).
 """
 
 from __future__ import annotations

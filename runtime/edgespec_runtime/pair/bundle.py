@@ -28,7 +28,7 @@ ROUNDED = frozenset({"int4", "int8", "mixed"})
 WIDENED = frozenset({"fp16", "int8"})  # small in the file, float32 in memory (int8: in exact mode)
 # A model this small gains little from a second thread, and a drafter's waiting threads take the cores from the target's. On ONNX
 # Runtime and two cores, γ = 3, a pair is 2.0x as fast with its drafter on one thread at 13.9M with 0.3M (fp32), 1.7x at 134.8M
-# with 5M (int4): benchmarks/session_threads.py. Larger drafters were not measured.
+# with 5M (int4): benchmarks/speed/session_threads.py. Larger drafters were not measured.
 ONE_THREAD_BELOW = {"target": 1_000_000, "drafter": 10_000_000}
 
 # llama.cpp takes the memory of the whole context at once: 16 GiB for the 131,072 tokens of an 8B model, 1 GiB for these

@@ -1,6 +1,6 @@
 """optimum-onnx's export where its environment is not: what is refused before it, and that the environment fits edgespec.
 
-The export itself runs in that environment: `python3 make.py optimum` (tests/support/optimum_program.py), a step of CI.
+The export itself runs in that environment: `python3 make.py optimum` (tests/support/models/optimum_program.py), a step of CI.
 """
 
 from __future__ import annotations

@@ -312,7 +312,7 @@ def best_fixed(shape: str, rate: float) -> float:
 def test_no_session_is_slower_than_plain_and_good_drafters_are_used(
     shape: str, rate: float, guess: float
 ) -> None:
-    """Also where the first guess is far off. 3 % and 0.88 are the grid's (benchmarks/schedule_grid.py)."""
+    """Also where the first guess is far off. 3 % and 0.88 are the grid's (benchmarks/speed/schedule_grid.py)."""
     costs = costs_of(SHAPES[shape], 0.1)
     plain = plainly(shape)
     chosen = sessions(Machine(costs, lambda _: rate), lambda: AdaptiveSchedule(costs, guess))
