@@ -8,7 +8,8 @@ the generate stage into a new folder; loading is not counted. "All kept" is the 
 states; the last way keeps them of answers that are there, which it only reads. Prints tokens of answers a second (median and
 range over the rounds), the ratio to the batched file within each round, and the peak of resident memory. The way of one sequence
 gets an eighth.
---passes: milliseconds of processor time of one pass of 1 to 64 texts with 160 tokens each, of the file and of its float16 copy.
+--passes: milliseconds of one pass of 1, 16 and 64 texts with 96 tokens each, of the file and of its float16 copy, with flash
+attention and without; and the mean divergence of their distributions from those of the float weights in torch.
 """
 
 from __future__ import annotations
@@ -21,29 +22,36 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_runtime.batched.sequences import LlamaCppSequences, Piece, float_copy
+from edgespec_runtime.bench.suite import read_suite, round_robin
+from edgespec_runtime.decoding.speed import shuffled
 
-from benchmarks.common import command_line, in_own_process
-from edgespec.core.table import table
+from benchmarks.common import chat_of, command_line, in_own_process
+from edgespec.core.metrics import bootstrap
+from edgespec.core.table import interval, table
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 
 TORCH, TORCH_KEEPS = "torch", "torch, all kept"
 ONE, MANY, KEEPS = "file, one sequence", "file, many", "file, many, all kept"
 READS = "torch, reads them"
 WAYS = (TORCH, TORCH_KEEPS, ONE, MANY, KEEPS, READS)
-TOP_K, PAST, PASSES = 64, 160, 8
+TOP_K, PAST, PASSES = 64, 96, 16
+TOGETHER = 4  # texts of PAST tokens that one pass reads
+TEXTS = 8  # that are compared with torch
 
 
 def measured(
     way: str, file: str, model: Path, options: GenerateOptions, threads: int | None
 ) -> dict[str, Any]:
     """One run of the generate stage in this process."""
-    import torch
     from edgespec_recipes.generating import datagen
     from edgespec_recipes.generating.batch_writer import BatchWriter
     from edgespec_recipes.generating.file_target import FileTarget, FileWriter
@@ -109,28 +117,76 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def passes(arguments: argparse.Namespace) -> None:
-    """Processor time, the least of several: other work beside it counts less."""
-    generator = np.random.default_rng(0)
+    """Seconds of a pass, the rivals in turn, and how far the logits of a text's own steps are from torch's."""
     file = Path(arguments.file)
-    lines = []
+    chats = [chat_of(question) for question in round_robin(read_suite("built-in"))[:TEXTS]]
+    tokenizer, model = load_tokenizer(arguments.model), load_model(arguments.model)
+    texts = [tokenizer.apply_chat_template(chat, return_dict=False)[:PAST] for chat in chats]
+    with torch.inference_mode():
+        wanted = [model(torch.tensor([text])).logits[0].double().log_softmax(-1) for text in texts]
+    rivals: dict[tuple[str, str], LlamaCppSequences] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, path in (("the file", file), ("float16 copy", float_copy(file, Path(folder), 1))):
-            engine = LlamaCppSequences(path, threads=arguments.threads)
-            for texts in (1, 4, 8, 16, 32, 64):
-                engine.open(texts, 256)
-                for text in range(texts):
-                    engine.forward(
-                        [Piece(text, generator.integers(0, engine.vocab_size, PAST).tolist(), False)]
-                    )
-                times = []
-                for _ in range(PASSES):
-                    tokens = generator.integers(0, engine.vocab_size, texts).tolist()
-                    start = time.process_time()
-                    engine.forward([Piece(text, [token], True) for text, token in enumerate(tokens)])
-                    times.append(time.process_time() - start)
-                lines.append((name, str(texts), f"{min(times) * 1e3:.1f}", f"{texts / min(times):.0f}"))
-            engine.close()
-    print(table(("weights", "texts", "ms of processor", "tokens per second of it"), lines))
+            for kernel in ("", "flash attention"):
+                engine = rivals[name, kernel] = LlamaCppSequences(path, threads=arguments.threads)
+                engine.flash_attention = bool(kernel)
+    lines = []
+    nats = {rival: f"{mean_divergence(engine, texts, wanted):.1e}" for rival, engine in rivals.items()}
+    for many in (1, 16, 64):
+        seconds = pass_seconds(rivals, many)
+        for rival, times in seconds.items():
+            ratios = [time / other for time, other in zip(times, seconds["float16 copy", ""], strict=True)]
+            middle = statistics.median(times)
+            lines.append(
+                (
+                    *rival,
+                    str(many),
+                    f"{middle * 1e3:.1f}",
+                    f"{many / middle:.0f}",
+                    interval(*bootstrap(ratios, statistics.median)),
+                    nats[rival],
+                )
+            )
+    heads = ("weights", "kernel", "texts", "ms of a pass", "tokens/s", "x copy", "KL from torch, nats")
+    print(table(heads, lines, left=2))
+
+
+def pass_seconds(
+    rivals: dict[tuple[str, str], LlamaCppSequences], texts: int
+) -> dict[tuple[str, str], list[float]]:
+    """Of one token more of so many texts of PAST tokens, PASSES times, each time in another order."""
+    generator = np.random.default_rng(0)
+    prompts = generator.integers(0, next(iter(rivals.values())).vocab_size, (texts, PAST)).tolist()
+    for engine in rivals.values():
+        engine.open(texts, PAST + PASSES)
+        for first in range(0, texts, TOGETHER):
+            together = range(first, min(texts, first + TOGETHER))
+            engine.forward([Piece(text, prompts[text], False) for text in together])
+    seconds: dict[tuple[str, str], list[float]] = {rival: [] for rival in rivals}
+    for turn in range(PASSES):
+        pieces = [Piece(text, [prompts[text][turn]], True) for text in range(texts)]
+        for rival in shuffled(list(rivals), turn):
+            start = time.perf_counter()
+            rivals[rival].forward(pieces)
+            seconds[rival].append(time.perf_counter() - start)
+    return seconds
+
+
+def mean_divergence(
+    engine: LlamaCppSequences, texts: Sequence[Sequence[int]], wanted: Sequence[torch.Tensor]
+) -> float:
+    """Mean KL(torch, engine) over all tokens of texts that are read side by side, a token of each at a time."""
+    engine.open(len(texts), PAST)
+    found = []
+    for at in range(PAST):
+        pieces = [Piece(number, [text[at]], True) for number, text in enumerate(texts) if at < len(text)]
+        if not pieces:
+            break
+        for piece, row in zip(pieces, engine.forward(pieces)[0], strict=True):
+            log_p = wanted[piece.sequence][at]
+            log_q = torch.from_numpy(row).double().log_softmax(-1)
+            found.append(float((log_p.exp() * (log_p - log_q)).sum()))
+    return statistics.fmean(found)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
