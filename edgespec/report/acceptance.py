@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec.core.errors import InputError
 from edgespec.core.pictures import bars
 from edgespec.report.fields import Fields, Interval, clean
-from edgespec.report.figures import MUTED, RUNS, drawn, legend
+from edgespec.report.figures import RUNS, drawn, legend
 from edgespec.report.gather import Run
 from edgespec.report.measured import by_position
-from edgespec.report.parts import Cell, Figure, Reply, Section, Table, between, number, of_run
+from edgespec.report.parts import Cell, Figure, Part, Reply, Section, Table, between, number, of_run
 from edgespec.report.sources import BENCH
 
 DASHES = ("-", "--", ":", "-.")  # one for each sampling of a run
@@ -23,11 +22,9 @@ MOST_PIECES = 2000  # of one reply
 CHARACTERS = 6000  # of one reply that are shown, and 1,000 of its prompt
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way of drafting. `number`: of its run; `style`: which of that run's lines."""
+class Row(NamedTuple):
+    """One way of drafting. `positions`: of the longest drafts alone, which have them all; `style`: which of a run's lines."""
 
-    number: int
     name: str
     tau: Interval | None
     alpha: Cell
@@ -58,81 +55,74 @@ def acceptance_section(runs: Sequence[Run]) -> Section:
             "edgespec build-drafter, whose evaluation measures it",
         ),
     ):
-        found = {run.number: rows_of(run) for run in runs}
-        if lines := [row for rows in found.values() for row in rows if row.positions]:
-            section.parts.append(_figure(lines, kind, words, len(runs)))
-        tables = {number: _tables(rows, words) for number, rows in found.items() if rows}
-        section.beside(tables, missing, command)
+        found = {run.number: rows for run in runs if (rows := rows_of(run))}
+        if any(row.positions for rows in found.values() for row in rows):
+            section.parts.append(_figure(found, kind, words, len(runs)))
+        section.beside({run: _tables(rows, words) for run, rows in found.items()}, missing, command)
     return section
 
 
 def _benched(run: Run) -> list[Row]:
-    """A row for every fixed γ; positions of the longest drafts alone, which have them all."""
-    bench = run.bench
-    if bench is None:
+    """A row for every fixed γ."""
+    if (bench := run.bench) is None:
         return []
+    longest = max(one.draft_length for one in bench.drafted)
     return [
         Row(
-            run.number,
             one.name,
             one.tau,
-            number(one.alpha),
-            by_position(bench.counts.get(one.draft_length, [])) if one.draft_length == bench.longest else [],
+            number(one.number("acceptance_rate")),
+            by_position(bench.counts.get(longest, [])) if one.draft_length == longest else [],
         )
         for one in bench.drafted
     ]
 
 
 def _evaluated(run: Run) -> list[Row]:
-    """A row for every way of sampling and γ; positions of the longest drafts of each way."""
-    longest: dict[str, int] = {}
-    for one in run.settings:
-        longest[one.where] = max(one.draft_length, longest.get(one.where, 0))
+    """A row for every way of sampling and γ."""
+    longest = {one.sampling: one.draft_length for one in run.settings}  # they ascend
     return [
         Row(
-            run.number,
-            f"{one.where}, γ = {one.draft_length}",
-            one.tau,
-            between(one.alpha),
-            by_position(one.counts) if one.draft_length == longest[one.where] else [],
-            list(longest).index(one.where),
+            f"{one.sampling}, γ = {one.draft_length}",
+            one.metric("tau"),
+            between(one.metric("alpha_empirical")),
+            by_position(one.counts) if one.draft_length == longest[one.sampling] else [],
+            list(longest).index(one.sampling),
         )
         for one in run.settings
     ]
 
 
-def _tables(rows: Sequence[Row], title: str) -> list[Table]:
+def _tables(rows: Sequence[Row], title: str) -> list[Part]:
     """τ and α of every row; then α by position, a column for each row that has it."""
     cells = [[Cell(row.name), between(row.tau), row.alpha] for row in rows]
-    tables = [Table(["", "τ", "α"], cells, title=title)]
+    tables: list[Part] = [Table(["", "τ", "α"], cells, title=title)]
     if long := [row for row in rows if row.positions]:
-        places = enumerate(zip_longest(*(row.positions for row in long)), 1)
+        places = zip_longest(*(row.positions for row in long))
         cells = [
             [Cell(str(place)), *(between(one) if one else Cell("") for one in values)]
-            for place, values in places
+            for place, values in enumerate(places, 1)
         ]
         tables.append(Table(["position", *(row.name for row in long)], cells, title="α by position"))
     return tables
 
 
-def _figure(rows: Sequence[Row], kind: str, words: str, runs: int) -> Figure:
+def _figure(found: Mapping[int, Sequence[Row]], kind: str, words: str, runs: int) -> Figure:
+    lines = [(run, row) for run, rows in found.items() for row in rows if row.positions]
+
     def draw(axes: Any) -> None:
-        longest = max(len(row.positions) for row in rows)
-        for place, row in enumerate(rows):
-            shift = 0.06 * (place - (len(rows) - 1) / 2)  # so that intervals stand beside each other
-            xs = [1 + at + shift for at in range(len(row.positions))]
+        longest = max(len(row.positions) for _, row in lines)
+        for place, (run, row) in enumerate(lines):
+            shift = 0.06 * (place - (len(lines) - 1) / 2)  # so that intervals stand beside each other
             values, errors = bars(row.positions)
-            colour, name = RUNS[row.number], of_run(row.name, row.number, runs)
             axes.errorbar(
-                xs, values, yerr=errors, color=colour, elinewidth=1.0, marker=MARKS[row.style % len(MARKS)],
-                linestyle=DASHES[row.style % len(DASHES)], label=name,
+                [1 + at + shift for at in range(len(values))], values, yerr=errors, color=RUNS[run], elinewidth=1.0,
+                marker=MARKS[row.style % len(MARKS)], linestyle=DASHES[row.style % len(DASHES)],
+                label=of_run(row.name, run, runs),
             )  # fmt: skip
-        axes.set_ylim(0, 1.02)
-        axes.set_xlim(0.6, longest + 0.4)
-        axes.set_xticks(range(1, longest + 1))
-        axes.set_xlabel("position in the draft", color=MUTED)
-        axes.set_ylabel("α at the position", color=MUTED)
-        if len(rows) > 1:
+        axes.set(xlim=(0.6, longest + 0.4), xticks=range(1, longest + 1), xlabel="position in the draft")
+        axes.set(ylim=(0, 1.02), ylabel="α at the position")
+        if len(lines) > 1:
             legend(axes, 2)
 
     svg = drawn(f"acceptance-{kind}", draw)
@@ -145,11 +135,8 @@ def replies_section(runs: Sequence[Run]) -> Section:
         "Sample replies",
         "Marked text was proposed by the drafter and kept by the target; the rest the target wrote itself.",
     )
-    replies = {
-        run.number: list(map(_reply, run.fields(BENCH).objects("samples", MOST_REPLIES))) for run in runs
-    }
     section.beside(
-        replies,
+        {run.number: list(map(_reply, run.fields(BENCH).objects("samples", MOST_REPLIES))) for run in runs},
         "replies with accepted tokens marked",
         "edgespec bench BUNDLE --json bench.json, of this version or later",
     )
@@ -166,13 +153,10 @@ def _reply(found: Fields) -> Reply:
         if left > 0 and part[0]:
             pieces.append((clean(part[0], left, lines=True), part[1]))
             left -= len(part[0])
-    tokens, passes, accepted = (found.whole(key) for key in ("tokens", "passes", "accepted"))
-    length = found.whole("draft_length")
-    words = [
-        f"γ = {length}" if length else "",
-        f"{tokens:,} tokens in {passes:,} target passes" if tokens is not None and passes else "",
-        f"{accepted:,} of them ({accepted / tokens:.0%}) proposed by the drafter"
-        if accepted is not None and tokens
-        else "",
-    ]
-    return Reply(found.text("prompt", 1000, lines=True), pieces, ", ".join(filter(None, words)))
+    length, tokens, passes, accepted = map(found.whole, ("draft_length", "tokens", "passes", "accepted"))
+    words = [f"γ = {length}"] if length else []
+    if tokens and passes:
+        words.append(f"{tokens:,} tokens in {passes:,} target passes")
+    if tokens and accepted is not None:
+        words.append(f"{accepted:,} of them ({accepted / tokens:.0%}) proposed by the drafter")
+    return Reply(found.text("prompt", 1000, lines=True), pieces, ", ".join(words))

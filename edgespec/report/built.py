@@ -9,26 +9,30 @@ from edgespec.core.manifest import HEAD, BundleModel, Manifest
 from edgespec.core.table import byte_size, count, duration, many
 from edgespec.report.fields import Fields, clean
 from edgespec.report.gather import Run
-from edgespec.report.parts import ABSENT, Cell, Section, Table
-from edgespec.report.sources import STAGES
+from edgespec.report.parts import ABSENT, Cell, Section, Table, letter
+from edgespec.report.sources import BUILD, BUNDLE, STAGES
 from edgespec.stages.training_facts import DISTILL, PRETRAIN
 
 MOST_PHASES = 64  # of a training
+FACTS = (
+    *("target", "its size", "drafter", "its size", "recipe", "pretrained on", "the target wrote"),
+    *("distilled on", "runs unless told otherwise", "made for", "bundle"),
+)
 
 
 def built_section(runs: Sequence[Run]) -> Section:
     section = Section("built", "What was built, and how")
-    known = [run for run in runs if run.manifest is not None or run.build is not None]
+    known = [run for run in runs if {BUNDLE, BUILD} & {*run.sources}]
     if not known:
         section.missing.append(("the pair and how it was made", "edgespec report BUNDLE bench.json"))
         return section
     columns = [None, *(run.number for run in known)]
-    letters = [run.letter if len(runs) > 1 else "" for run in known]
-    rows = []
-    for facts in zip(*map(_facts, known), strict=True):  # the same fact of every run
-        cells = [cell for _, cell in facts]
-        if any(cell.text != ABSENT for cell in cells):
-            rows.append([Cell(facts[0][0]), *cells])
+    letters = [letter(run.number) if len(runs) > 1 else "" for run in known]
+    rows = [
+        [Cell(name), *cells]
+        for name, *cells in zip(FACTS, *map(_facts, known), strict=True)
+        if any(cell.text != ABSENT for cell in cells)
+    ]
     section.parts.append(Table(["", *letters], rows, runs=columns, title="facts"))
     a_build = "edgespec report BUILD, the folder that --out named"
     times = [run.seconds for run in known]
@@ -37,11 +41,11 @@ def built_section(runs: Sequence[Run]) -> Section:
         timed = [[Cell(name), *(_time(one.get(name), longest) for one in times)] for name in names]
         whole = [_time(sum(one.values()) if one else None, 0.0) for one in times]
         timed.append([Cell("all", strong=True), *whole])
-        headers = ["stage", *(letter or "time" for letter in letters)]
+        headers = ["stage", *(one or "time" for one in letters)]
         section.parts.append(Table(headers, timed, runs=columns, title="times"))
     else:
         section.missing.append(("times of the stages", a_build))
-    if not any(run.training.values for run in known):
+    if not any(run.made.object("training").values for run in known):
         section.missing.append(("tokens written and trained on", a_build))
     return section
 
@@ -52,36 +56,30 @@ def _time(seconds: float | None, longest: float) -> Cell:
     return Cell(duration(seconds), bar=seconds / longest if longest else None, strong=not longest)
 
 
-def _facts(run: Run) -> list[tuple[str, Cell]]:
-    """(name, what is known of it), in the same order for every run."""
-    target, drafter = (Cell(name or ABSENT) for name in run.names)
-    target_size = drafter_size = runs = device = files = Cell(ABSENT)
+def _facts(run: Run) -> list[Cell]:
+    """What is known of each of FACTS."""
+    target, drafter = run.names
+    models = [Cell(target or ABSENT), Cell(ABSENT), Cell(drafter or ABSENT), Cell(ABSENT)]
+    bundle = [Cell(ABSENT)] * 3
     if (manifest := run.manifest) is not None:
         its, mine, default = manifest.target, manifest.drafter, manifest.default
-        target = Cell(clean(its.name), clean(its.source))
-        target_size = Cell(f"{count(its.parameters)} parameters", _shape(its, manifest))
         kind = "a head that reads the target's hidden states" if mine.kind == HEAD else "a model of its own"
         some = ", with some of the target's tokens" if mine.vocabulary is not None else ""
-        drafter = Cell(clean(mine.name), kind + some)
-        share = mine.parameters / its.parameters
-        drafter_size = Cell(f"{count(mine.parameters)} parameters ({share:.1%})", _shape(mine, manifest))
-        runs = Cell(clean(f"{default['engine']} {default['precision']}"), clean(default["reason"], 300))
-        device = Cell(clean(manifest.device.get("name") or ABSENT))
-        total = sum(one.bytes for one in manifest.files.values())
-        files = Cell(f"{len(manifest.files):,} files", byte_size(total))
-    return [
-        ("target", target),
-        ("its size", target_size),
-        ("drafter", drafter),
-        ("its size", drafter_size),
-        ("recipe", _recipe(run)),
-        ("pretrained on", _trained(run, PRETRAIN)),
-        ("the target wrote", _written(run)),
-        ("distilled on", _trained(run, DISTILL)),
-        ("runs unless told otherwise", runs),
-        ("made for", device),
-        ("bundle", files),
-    ]
+        share = f" ({mine.parameters / its.parameters:.1%})"
+        models = [
+            Cell(target, clean(its.source)),
+            Cell(f"{count(its.parameters)} parameters", _shape(its, manifest)),
+            Cell(drafter, kind + some),
+            Cell(f"{count(mine.parameters)} parameters{share}", _shape(mine, manifest)),
+        ]
+        total = byte_size(sum(one.bytes for one in manifest.files.values()))
+        bundle = [
+            Cell(clean(f"{default['engine']} {default['precision']}"), clean(default["reason"], 300)),
+            Cell(clean(manifest.device.get("name") or ABSENT)),
+            Cell(f"{len(manifest.files):,} files", total),
+        ]
+    learnt = [_trained(run, PRETRAIN), _written(run), _trained(run, DISTILL)]
+    return [*models, _recipe(run), *learnt, *bundle]
 
 
 def _shape(model: BundleModel, manifest: Manifest) -> str:
@@ -94,8 +92,7 @@ def _shape(model: BundleModel, manifest: Manifest) -> str:
 
 def _recipe(run: Run) -> Cell:
     """The name after --recipe in the command that built the pair."""
-    command = run.build.command if run.build is not None else run.made.text("command", 4000)
-    found = re.search(r"--recipe[= ]([\w./-]+)", command)
+    found = re.search(r"--recipe[= ]([\w./-]+)", run.made.text("command", 4000))
     return Cell(clean(found[1]) if found else ABSENT)
 
 
@@ -103,7 +100,7 @@ def _trained(run: Run, stage: str) -> Cell:
     """What the drafter read in a stage, and how far it came; of a bundle that does not keep that, the steps of its recipe."""
     phases = [
         phase
-        for phase in run.training.objects("phases", MOST_PHASES)
+        for phase in run.made.object("training").objects("phases", MOST_PHASES)
         if (phase.text("stage") or DISTILL) == stage
     ]
     if not phases:
@@ -129,7 +126,7 @@ def _trained(run: Run, stage: str) -> Cell:
 
 
 def _written(run: Run) -> Cell:
-    written = run.training.object("written")
+    written = run.made.object("training").object("written")
     tokens, replies = written.number("tokens"), written.whole("texts")
     if not tokens:
         asked = run.recipe.object("generate").whole("prompts") if "generate" in run.seconds else None

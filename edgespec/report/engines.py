@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.table import many
 from edgespec.report.fields import Fields, clean
 from edgespec.report.figures import MUTED, RUNS, drawn, lying
 from edgespec.report.gather import Run
-from edgespec.report.measured import PLAIN
-from edgespec.report.parts import Cell, Figure, Section, Table, Words, between, flips, number, of_run, rate
+from edgespec.report.parts import Cell, Figure, Part, Section, Table, between, flips, number, of_run, rate
 from edgespec.report.sources import DOCTOR
+
+if TYPE_CHECKING:
+    from edgespec_runtime.doctor.report import Variant
 
 MOST_WAYS = 40  # engines, precisions and modes of one bundle
 MOST_CONTEXTS, MOST_PASSES = 16, 65
-
-
-@dataclass(frozen=True)
-class Way:
-    """One of doctor's ways to run: its plain and its predicted token rate (None without an α), and a table's cells."""
-
-    name: str
-    plain: float
-    best: float | None
-    cells: Sequence[Cell]
 
 
 def ways_section(runs: Sequence[Run]) -> Section:
@@ -38,7 +29,7 @@ def ways_section(runs: Sequence[Run]) -> Section:
     )
     doctored = {run.number: run.fields(DOCTOR) for run in runs if DOCTOR in run.sources}
     ways = {run: _ways(found) for run, found in doctored.items()}
-    bars = [(run, way) for run, found in ways.items() for way in found]
+    bars = [(run, way, _alpha(doctored[run])) for run, found in ways.items() for way in found]
     if len(bars) > 1:
         section.parts.append(_figure(bars, len(runs)))
     section.parts += _measured(runs)
@@ -47,10 +38,34 @@ def ways_section(runs: Sequence[Run]) -> Section:
     return section
 
 
-def _ways(doctor: Fields) -> list[Way]:
+def _ways(doctor: Fields) -> list[Variant]:
     """The ways to run that doctor compared, the chosen one first."""
-    alpha = _alpha(doctor)
-    return [_way(one, alpha) for one in (doctor.object("chosen"), *doctor.objects("others", MOST_WAYS))]
+    return [_way(one) for one in (doctor.object("chosen"), *doctor.objects("others", MOST_WAYS))]
+
+
+def _way(way: Fields) -> Variant:
+    from edgespec_runtime.chooser.pass_costs import Costs
+    from edgespec_runtime.doctor.block_difference import Difference
+    from edgespec_runtime.doctor.report import Variant
+
+    costs, difference = way.object("costs"), way.object("difference")
+    passes = [
+        tuple(Fields({"seconds": row}, costs.where).numbers("seconds", MOST_PASSES))
+        for row in costs.lists("verify_seconds", MOST_CONTEXTS)
+    ]
+    contexts, drafts = (costs.numbers(key, MOST_CONTEXTS) for key in ("contexts", "draft_seconds"))
+    try:
+        known = Costs(tuple(map(int, contexts)), tuple(passes), tuple(drafts))
+    except InputError as error:
+        raise InputError(f"{costs.where}: {error}") from error
+    return Variant(
+        way.text("engine", 40),
+        way.text("precision", 40),
+        way.flag("flash_attention"),
+        known,
+        Difference(0.0, difference.whole("flips") or 0, difference.whole("positions") or 0),
+        way.flag("fast_graph") or False,
+    )
 
 
 def _alpha(doctor: Fields) -> float | None:
@@ -58,21 +73,28 @@ def _alpha(doctor: Fields) -> float | None:
     return next((one.share("rate") for one in doctor.objects("acceptances", 16)), None)
 
 
-def _costs(doctor: Fields, ways: Sequence[Way]) -> Table:
+def _costs(doctor: Fields, ways: Sequence[Variant]) -> Table:
     alpha, machine = _alpha(doctor), doctor.object("device").text("cpu", 80)
-    headers = ["", "plain tok/s", "v(2)", "v(4)", "c", "flips"]
-    headers += ["best γ", "x plain", "tok/s"] if alpha is not None else []
-    where = f" on {machine}" if machine else ""
-    expected = f", α = {alpha:.2f} expected" if alpha is not None else ""
-    title = f"Costs measured by doctor{where}{expected}"
-    return Table(headers, [way.cells for way in ways], title=title)
+    headers, rows = ["", "plain tok/s", "v(2)", "v(4)", "c", "flips"], []
+    for way in ways:
+        at, found = way.at, way.difference
+        cells = [Cell(way.name), rate(at.plain_rate), *map(number, (at.v(2), at.v(4), at.c_t))]
+        cells.append(flips(found.flips, found.positions))
+        if alpha is not None:
+            length, gain = at.best(alpha)
+            cells += [Cell(str(length)), number(gain), rate(at.plain_rate * gain)]
+        rows.append(cells)
+    title = "Costs measured by doctor" + (f" on {machine}" if machine else "")
+    if alpha is not None:
+        headers += ["best γ", "x plain", "tok/s"]
+        title += f", α = {alpha:.2f} expected"
+    return Table(headers, rows, title=title)
 
 
-def _notes(doctor: Fields) -> list[Words]:
+def _notes(doctor: Fields) -> list[Part]:
     derived = doctor.object("derived")
     notes = [f"Note: {words}." for words in doctor.texts("notes", 16, 1000)]
-    found = [*derived.texts("diagnosis", 8, 1000), *notes, derived.text("limit", 1000)]
-    return [Words(words) for words in found if words]
+    return [*filter(None, [*derived.texts("diagnosis", 8, 1000), *notes, derived.text("limit", 1000)])]
 
 
 def _measured(runs: Sequence[Run]) -> list[Table]:
@@ -81,15 +103,15 @@ def _measured(runs: Sequence[Run]) -> list[Table]:
     for run in runs:
         if (bench := run.bench) is None:
             continue
-        plain, best, fields = bench.at(PLAIN), bench.best, bench.fields
-        words = " ".join(fields.text(key) for key in ("engine", "engine_version", "precision"))
-        threads, exactness = fields.whole("threads"), fields.object("exactness")
+        best = bench.best
+        words = " ".join(bench.text(key) for key in ("engine", "engine_version", "precision"))
+        threads, exactness = bench.whole("threads"), bench.object("exactness")
         rows.append(
             [
                 Cell(of_run(clean(words), run.number, len(runs)), many(threads, "thread") if threads else ""),
-                rate(plain.token_rate if plain else None),
+                rate(bench.plain.interval("token_rate")),
                 Cell(best.name if best else ""),
-                rate(best.token_rate if best else None),
+                rate(best.interval("token_rate") if best else None),
                 between(best.speedup if best else None),
                 flips(exactness.whole("flips"), exactness.whole("positions")),
             ]
@@ -98,56 +120,14 @@ def _measured(runs: Sequence[Run]) -> list[Table]:
     return [Table(headers, rows, title="Measured by bench")] if rows else []
 
 
-def _way(way: Fields, alpha: float | None) -> Way:
-    from edgespec_runtime.chooser.pass_costs import Costs
-    from edgespec_runtime.doctor.block_difference import Difference
-    from edgespec_runtime.doctor.report import Variant
-
-    costs = way.object("costs")
-    difference = way.object("difference")
-    contexts = [int(one) for one in costs.numbers("contexts", MOST_CONTEXTS)]
-    passes = [
-        tuple(Fields({"seconds": row}, costs.where).numbers("seconds", MOST_PASSES))
-        for row in costs.lists("verify_seconds", MOST_CONTEXTS)
-    ]
-    try:
-        known = Costs(tuple(contexts), tuple(passes), tuple(costs.numbers("draft_seconds", MOST_CONTEXTS)))
-    except InputError as error:
-        raise InputError(f"{costs.where}: {error}") from error
-    changed, positions = difference.whole("flips"), difference.whole("positions")
-    variant = Variant(
-        way.text("engine", 40),
-        way.text("precision", 40),
-        way.flag("flash_attention"),
-        known,
-        Difference(difference.number("largest") or 0.0, changed or 0, positions or 0),
-        way.flag("fast_graph") or False,
-    )
-    at = variant.at
-    plain = at.plain_rate
-    cells = [
-        Cell(variant.name),
-        rate(plain),
-        number(at.v(2)),
-        number(at.v(4)),
-        number(at.c_t),
-        flips(changed, positions),
-    ]
-    if alpha is None:
-        return Way(variant.name, plain, None, cells)
-    length, gain = at.best(alpha)
-    cells += [Cell(str(length)), number(gain), rate(plain * gain)]
-    return Way(variant.name, plain, plain * gain, cells)
-
-
-def _figure(ways: Sequence[tuple[int, Way]], runs: int) -> Figure:
+def _figure(ways: Sequence[tuple[int, Variant, float | None]], runs: int) -> Figure:
     def draw(axes: Any) -> None:
-        names = [clean(of_run(way.name, run, runs), 40) for run, way in ways]
-        for place, (run, way) in enumerate(ways):
-            axes.barh(place - 0.19, way.plain, height=0.34, color=MUTED, label="plain" if not place else None)
-            if way.best is not None:
-                words = "best γ, predicted" if not place else None
-                axes.barh(place + 0.19, way.best, height=0.34, color=RUNS[run], label=words)
+        for place, (run, way, alpha) in enumerate(ways):
+            plain, best = ("plain", "best γ, predicted") if not place else (None, None)
+            axes.barh(place - 0.19, way.at.plain_rate, height=0.34, color=MUTED, label=plain)
+            if alpha is not None:
+                axes.barh(place + 0.19, way.at.token_rate(alpha), height=0.34, color=RUNS[run], label=best)
+        names = [clean(of_run(way.name, run, runs), 40) for run, way, _ in ways]
         axes.set_yticks(range(len(ways)), names)
         lying(axes, "tokens per second", 2)
 

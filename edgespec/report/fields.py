@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from edgespec.core.errors import InputError
@@ -37,8 +37,8 @@ def clean(text: str, most: int = NAME, *, lines: bool = False) -> str:
 class Fields:
     """One JSON object. `where` names file and place, for errors."""
 
-    values: Mapping[str, Any]
-    where: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
 
     def text(self, key: str, most: int = NAME, *, lines: bool = False) -> str:
         """'' where it is absent."""
@@ -79,17 +79,10 @@ class Fields:
         return [one for one in found if one is not None]
 
     def texts(self, key: str, most: int = MOST_POSITIONS, length: int = NAME) -> list[str]:
-        found = self._list(key, most)
-        for one in found:
-            if not isinstance(one, str):
-                raise self._refused(key, one, "a list of strings")
-        return [clean(one, length) for one in found]
+        return [clean(one, length) for one in self._list(key, most, str, "a list of strings")]
 
-    def lists(self, key: str, most: int) -> Iterator[list[Any]]:
-        for one in self._list(key, most):
-            if not isinstance(one, list):
-                raise self._refused(key, one, "a list of lists")
-            yield one
+    def lists(self, key: str, most: int) -> list[list[Any]]:
+        return self._list(key, most, list, "a list of lists")
 
     def object(self, key: str) -> Fields:
         """An empty one where it is absent."""
@@ -100,7 +93,7 @@ class Fields:
             named = f"{key}[{place}]"
             yield Fields({named: one}, self.where).object(named)
 
-    def counts(self) -> RawCounts:
+    def raw_counts(self) -> RawCounts:
         """This object as raw counts."""
         tested, accepted = ([int(one) for one in self.numbers(name)] for name in ("tested", "accepted"))
         if len(tested) != len(accepted) or any(
@@ -139,12 +132,15 @@ class Fields:
             raise self._refused(key, seen, f"a number of at most {MOST:.0e}")
         return value if math.isfinite(value) else None
 
-    def _list(self, key: str, most: int) -> list[Any]:
+    def _list(self, key: str, most: int, kind: type[Any] | None = None, wanted: str = "") -> list[Any]:
         seen: list[Any] = self._typed(key, list, "a list") or []
         if len(seen) > most:
             raise InputError(
                 f"{self.where}: {key!r} has {len(seen)} entries; at most {most} are read: is the file edgespec's own?"
             )
+        for one in seen:
+            if kind is not None and not isinstance(one, kind):
+                raise self._refused(key, one, wanted)
         return seen
 
     def _refused(self, key: str, seen: Any, wanted: str) -> InputError:

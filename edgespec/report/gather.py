@@ -13,8 +13,7 @@ from functools import cached_property
 from edgespec.core.errors import InputError
 from edgespec.core.manifest import Manifest
 from edgespec.report.fields import Fields, clean
-from edgespec.report.measured import Bench, Setting, bench_of, settings_of
-from edgespec.report.parts import letter
+from edgespec.report.measured import Bench, Setting, settings_of
 from edgespec.report.sources import (
     BENCH,
     BUILD,
@@ -27,7 +26,6 @@ from edgespec.report.sources import (
     Sources,
     open_sources,
 )
-from edgespec.stages.training_facts import facts_of
 
 MOST_RUNS = 8  # columns that a page can show side by side, and colours that one can tell apart
 
@@ -40,24 +38,17 @@ class Run:
     sources: Sources = field(default_factory=dict)
 
     @property
-    def letter(self) -> str:
-        return letter(self.number)
-
-    @property
     def manifest(self) -> Manifest | None:
         return self.sources[BUNDLE].manifest if BUNDLE in self.sources else None
 
-    @property
-    def build(self) -> Source | None:
-        return self.sources.get(BUILD)
-
     def fields(self, kind: str) -> Fields:
         """The content of a file of measurements; empty where there is none."""
-        return self.sources[kind].fields if kind in self.sources else Fields({}, "")
+        return self.sources[kind].fields if kind in self.sources else Fields()
 
     @cached_property
     def bench(self) -> Bench | None:
-        return bench_of(self.fields(BENCH)) if BENCH in self.sources else None
+        found = self.fields(BENCH)
+        return Bench(found.values, found.where) if BENCH in self.sources else None
 
     @cached_property
     def settings(self) -> list[Setting]:
@@ -66,9 +57,9 @@ class Run:
 
     @property
     def made(self) -> Fields:
-        """What the manifest says of how the bundle came about; empty without one."""
-        manifest = self.manifest
-        return Fields({}, "") if manifest is None else Fields(manifest.provenance, str(manifest.folder))
+        """How the pair came about: the bundle's provenance, and before it what a build says of itself."""
+        build, bundle = self.fields(BUILD), self.fields(BUNDLE)
+        return Fields({**bundle.values, **build.values}, bundle.where or build.where)
 
     @property
     def recipe(self) -> Fields:
@@ -77,35 +68,18 @@ class Run:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By stage: a build's own, else those that its bundle keeps."""
-        if self.build is not None:
-            found = {name: stage.number("seconds") for name, stage in self.build.stages.items()}
-        else:
-            kept = self.made.object("seconds")
-            found = {name: kept.number(name) for name in self.made.keys("seconds")}
+        """By stage."""
+        kept = self.made.object("seconds")
+        found = {name: kept.number(name) for name in self.made.keys("seconds")}
         return {name: seconds for name, seconds in found.items() if seconds is not None and seconds >= 0}
 
     @property
-    def training(self) -> Fields:
-        """What the drafter was trained on, as a build's stages say or its bundle keeps; empty where nobody knows."""
-        if self.build is not None:
-            stages = {name: stage.values for name, stage in self.build.stages.items()}
-            if found := facts_of(stages, self.recipe.whole("seed")):
-                return Fields(found, str(self.build.path))
-        return self.made.object("training")
-
-    @property
     def names(self) -> tuple[str, str]:
-        """(target, drafter) as bundle or files call them; '' for what none says."""
-        if self.manifest is not None:
-            return clean(self.manifest.target.name), clean(self.manifest.drafter.name)
-        for kind in (BENCH, DOCTOR, TRADEOFF):
-            if kind in self.sources and any(found := _names(self.sources[kind])):
-                return found
-        if self.build is not None and "target" in self.build.stages:
-            target = self.build.stages["target"].object("counts").text("name")
-            return target, f"{target}-drafter" if target else ""
-        return "", ""
+        """(target, drafter) as bundle, files or build call them; '' for what none says."""
+        given = (
+            self.sources[kind] for kind in (BUNDLE, BENCH, DOCTOR, TRADEOFF, BUILD) if kind in self.sources
+        )
+        return next(filter(any, map(_names, given)), ("", ""))
 
     @property
     def how(self) -> str:
@@ -168,10 +142,11 @@ def _add(runs: list[Run], source: Source) -> None:
 
 
 def _names(source: Source) -> tuple[str, str]:
-    """(target, drafter) as a file of measurements calls them."""
+    """(target, drafter) as it calls them."""
+    if source.manifest is not None:
+        return clean(source.manifest.target.name), clean(source.manifest.drafter.name)
     if source.kind == TRADEOFF:
         target, _, drafter = source.fields.object("about").text("pair").partition(" with ")
         return target, drafter
-    if source.kind in (BENCH, DOCTOR):
-        return source.fields.text("target"), source.fields.text("drafter")
-    return "", ""
+    target = source.fields.text("target")
+    return target, f"{target}-drafter" if source.kind == BUILD and target else source.fields.text("drafter")

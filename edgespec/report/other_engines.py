@@ -8,7 +8,7 @@ from edgespec.core.metrics import predicted_block_efficiency, summed
 from edgespec.report.fields import Fields
 from edgespec.report.gather import Run
 from edgespec.report.measured import Setting
-from edgespec.report.parts import Cell, Section, Table, Words, between, number
+from edgespec.report.parts import Cell, Part, Section, Table, between, number
 from edgespec.report.sources import ENGINES
 
 MOST_ENGINES = 100
@@ -37,7 +37,7 @@ def others_section(runs: Sequence[Run]) -> Section:
     return section
 
 
-def _expected(run: Run) -> list[Table | Words]:
+def _expected(run: Run) -> list[Part]:
     """α and τ by engine, of the engines that the bundle has files for."""
     if run.manifest is None:
         return []
@@ -46,14 +46,12 @@ def _expected(run: Run) -> list[Table | Words]:
 
     if run.manifest.drafter.vocabulary is not None:
         return [
-            Words(
-                "The drafter has a vocabulary of its own, which only edgespec translates: no other engine runs the pair. The "
-                "target's files run there without the drafter."
-            )
+            "The drafter has a vocabulary of its own, which only edgespec translates: no other engine runs the pair. The "
+            "target's files run there without the drafter."
         ]
     shown: dict[str, Setting] = {}
     for one in run.settings:
-        shown.setdefault(one.where, one)
+        shown.setdefault(one.sampling, one)
     known = entries(commands_of(run.manifest))
     if not shown or not known:
         return []
@@ -61,7 +59,7 @@ def _expected(run: Run) -> list[Table | Words]:
     for entry in known:
         cells = [Cell(entry.name, entry.rule)]
         for one in shown.values():
-            alpha = one.by_rule.get(entry.rate)
+            alpha = one.by_rule(entry.rate)
             share = None if alpha is None else min(1.0, max(0.0, alpha[0]))
             tau = None if share is None else predicted_block_efficiency(share, DRAFT_LENGTH)
             cells += [between(alpha), number(tau)]
@@ -74,7 +72,7 @@ def _compared(found: Fields) -> Table:
     """A line for every engine that ran the pair: tokens per pass there and here."""
     cells = []
     for row in found.objects("list", MOST_ENGINES):
-        ours = summed([one.object("counts").counts() for one in row.objects("ours", MOST_ANSWERS)])
+        ours = summed([one.object("counts").raw_counts() for one in row.objects("ours", MOST_ANSWERS)])
         passes = sum(one.whole("passes") or 0 for one in row.objects("answers", MOST_ANSWERS))
         cells.append(
             [

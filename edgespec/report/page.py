@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 
 from edgespec.core import __version__
@@ -15,9 +14,9 @@ from edgespec.report.built import built_section
 from edgespec.report.curves import curves_section
 from edgespec.report.engines import ways_section
 from edgespec.report.gather import Run
-from edgespec.report.measured import PLAIN, Setting
+from edgespec.report.measured import Setting
 from edgespec.report.other_engines import others_section
-from edgespec.report.parts import Cell, Section, between, rate
+from edgespec.report.parts import Cell, Section, between, letter, rate
 from edgespec.report.precision import files_section
 from edgespec.report.provenance import provenance_section
 from edgespec.report.sources import BENCH
@@ -40,17 +39,6 @@ SECTIONS: tuple[Callable[[Sequence[Run]], Section], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Head:
-    """One run in short. `facts`: (figure, what it is)."""
-
-    run: int
-    title: str
-    how: str
-    facts: Sequence[tuple[Cell, str]]
-    verdict: str
-
-
 def page(runs: Sequence[Run]) -> str:
     """HTML that needs no other file. Raises InputError for a field of another kind than it should be, MissingExtra."""
     from jinja2 import Environment, StrictUndefined
@@ -65,58 +53,54 @@ def page(runs: Sequence[Run]) -> str:
         keep_trailing_newline=True,
     )
     template = environment.from_string((folder / TEMPLATE).read_text(encoding="utf-8"))
+    sections = []
+    with progress("report", len(SECTIONS), "parts") as bar:
+        for section in SECTIONS:
+            sections.append(section(runs))
+            bar.update()
+    targets = list(dict.fromkeys(run.names[0] for run in runs if run.names[0]))
+    more = f" and {len(targets) - 3} more" if len(targets) > 3 else ""
     return template.render(
-        title=_title(runs),
+        title=", ".join(targets[:3]) + more or "A pair",
         style=Markup((folder / STYLE).read_text(encoding="utf-8")),  # our own file
         runs=runs,
-        heads=[_head(run) for run in runs],
-        sections=_sections(runs),
+        name_of=letter,
+        heads=[
+            (run, _title(run), list(_figures(run)), run.fields(BENCH).text("verdict", 1000)) for run in runs
+        ],
+        sections=sections,
         version=__version__,
         date=time.strftime("%Y-%m-%d"),
     )
 
 
-def _sections(runs: Sequence[Run]) -> list[Section]:
-    found = []
-    with progress("report", len(SECTIONS), "parts") as bar:
-        for section in SECTIONS:
-            found.append(section(runs))
-            bar.update(1)
-    return found
+def _title(run: Run) -> str:
+    target, drafter = run.names
+    return f"{target} with {drafter}" if target and drafter else target or UNNAMED
 
 
-def _title(runs: Sequence[Run]) -> str:
-    """The targets by name, each once."""
-    names = list(dict.fromkeys(run.names[0] for run in runs if run.names[0]))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "A pair"
-
-
-def _head(run: Run) -> Head:
-    facts: list[tuple[Cell, str]] = []
+def _figures(run: Run) -> Iterator[tuple[Cell, str]]:
+    """A run in short: every figure with what it is."""
     if (bench := run.bench) is not None:
-        used, best, plain = bench.used, bench.best, bench.at(PLAIN)
+        best = bench.best
+        used = bench.chosen or best  # what chat would do
         if used is not None and used.speedup is not None:
-            facts.append((between(used.speedup, unit="x"), f"plain decoding's speed, {used.name}"))
-        if best is not None and best is not used and best.speedup is not None:
+            yield between(used.speedup, unit="x"), f"plain decoding's speed, {used.name}"
+        if best is not None and best is not used:
             words = f"plain decoding's speed, {best.name}, the fastest fixed"
-            facts.append((between(best.speedup, unit="x"), words))
-        if plain is not None and plain.token_rate is not None:
-            facts.append((rate(plain.token_rate), "tokens per second, plain"))
+            yield between(best.speedup, unit="x"), words
+        if (plain := bench.plain.interval("token_rate")) is not None:
+            yield rate(plain), "tokens per second, plain"
         if best is not None and best.tau is not None:
-            facts.append((between(best.tau), f"τ, tokens per target pass, {best.name}"))
+            yield between(best.tau), f"τ, tokens per target pass, {best.name}"
     elif (setting := _usual(run.settings)) is not None:
-        where = f"{setting.where}, γ = {setting.draft_length}, when it was built"
-        facts += [
-            (between(setting.tau), f"τ, tokens per target pass, {where}"),
-            (between(setting.alpha), f"α, {where}"),
-        ]
+        where = f"{setting.sampling}, γ = {setting.draft_length}, when it was built"
+        yield between(setting.metric("tau")), f"τ, tokens per target pass, {where}"
+        yield between(setting.metric("alpha_empirical")), f"α, {where}"
     if run.manifest is not None:
         mine, its = run.manifest.drafter.parameters, run.manifest.target.parameters
         share = Cell(f"{mine / its:.1%}", f"{count(mine)} of {count(its)}")
-        facts.append((share, "the drafter's parameters of the target's"))
-    target, drafter = run.names
-    title = f"{target} with {drafter}" if target and drafter else target or UNNAMED
-    return Head(run.number, title, run.how, facts, run.fields(BENCH).text("verdict", 1000))
+        yield share, "the drafter's parameters of the target's"
 
 
 def _usual(settings: Sequence[Setting]) -> Setting | None:

@@ -45,14 +45,6 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Words:
-    """One or more sentences."""
-
-    text: str
-    kind: str = "words"
-
-
-@dataclass(frozen=True)
 class Code:
     """Something to read as it is, folded away on a screen where it has a `title`."""
 
@@ -71,28 +63,27 @@ class Reply:
     kind: str = "reply"
 
 
-@dataclass(frozen=True)
-class Columns:
-    """What is told of several runs, side by side: parts by the number of the run."""
-
-    runs: Mapping[int, Sequence[Any]]
-    kind: str = "columns"
+Part = Table | Figure | Code | Reply | str
+"""A string is a paragraph."""
 
 
 @dataclass
 class Section:
-    """`lead`: a sentence or two below the title. `missing`: what is not there, and the command that makes it."""
+    """`lead`: a sentence or two below the title. `missing`: what is not there, and the command that makes it.
+
+    Among its parts a mapping holds those of several runs, side by side, by the number of the run.
+    """
 
     anchor: str
     title: str
     lead: str = ""
-    parts: list[Any] = field(default_factory=list)
+    parts: list[Part | Mapping[int, Sequence[Part]]] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
 
-    def beside(self, runs: Mapping[int, Sequence[Any]], what: str, command: str) -> None:
+    def beside(self, runs: Mapping[int, Sequence[Part]], what: str, command: str) -> None:
         """The runs that have parts, side by side; where none has, `what` is missing and `command` makes it."""
         if told := {run: parts for run, parts in runs.items() if parts}:
-            self.parts.append(Columns(told))
+            self.parts.append(told)
         else:
             self.missing.append((what, command))
 
@@ -112,9 +103,10 @@ def number(value: float | None, form: str = ",.2f", note: str = "") -> Cell:
 
 
 def flips(found: int | None, positions: int | None, more: str = "") -> Cell:
-    """Most likely tokens that changed, of so many positions."""
-    of = f"of {positions:,}" if positions and found is not None else ""
-    return number(found, ",", ", ".join(filter(None, [of, more])))
+    """Most likely tokens that changed, of so many positions; among none nothing was measured."""
+    known = None if positions == 0 else found
+    of = f"of {positions:,}" if positions and known is not None else ""
+    return number(known, ",", ", ".join(filter(None, [of, more])))
 
 
 def between(value: Interval | None, digits: int = 2, unit: str = "", *, strong: bool = False) -> Cell:

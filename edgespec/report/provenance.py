@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import yaml
 
 from edgespec.core.manifest import Manifest
 from edgespec.report.fields import Fields, clean
 from edgespec.report.gather import Run
-from edgespec.report.parts import ABSENT, Cell, Code, Columns, Section, Table, size
+from edgespec.report.parts import ABSENT, Cell, Code, Part, Section, Table, size
 from edgespec.report.sources import BENCH, BUILD, BUNDLE, DOCTOR, TRADEOFF
 
 MOST_COMMAND = 4000  # characters of a command that are shown
@@ -20,28 +19,30 @@ MOST_FILES = 300  # files of a bundle that are listed
 
 def provenance_section(runs: Sequence[Run]) -> Section:
     section = Section("provenance", "Where this comes from")
-    columns = {}
-    for run in runs:
-        parts: list[Any] = [
-            Table(["", ""], [[Cell(name), Cell(value)] for name, value in _facts(run)], left=2, title="about")
-        ]
-        parts += [Code(clean(words, MOST_COMMAND, lines=True)) for words in _commands(run)]
-        parts.append(_read(run))
-        if run.manifest is not None:
-            parts.append(_files(run.manifest))
-            if recipe := dict(run.recipe.values):
-                text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-                parts.append(Code(clean(text, MOST_RECIPE, lines=True), "The recipe with every value"))
-        columns[run.number] = parts
-    section.parts.append(Columns(columns))
+    section.parts.append({run.number: _told(run) for run in runs})
     return section
 
 
+def _told(run: Run) -> list[Part]:
+    about = [[Cell(name), Cell(value)] for name, value in _facts(run) if value]
+    parts: list[Part] = [Table(["", ""], about, left=2, title="about")]
+    parts += map(Code, _commands(run))
+    read = [[Cell(kind), Cell(clean(str(one.path), 400), one.sha256)] for kind, one in run.sources.items()]
+    parts.append(Table(["read for this page", "path, and SHA-256"], read, left=2, title="read"))
+    if run.manifest is not None:
+        parts.append(_files(run.manifest))
+        if recipe := dict(run.recipe.values):
+            text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+            parts.append(Code(clean(text, MOST_RECIPE, lines=True), "The recipe with every value"))
+    return parts
+
+
 def _facts(run: Run) -> list[tuple[str, str]]:
+    """'' for what nobody says."""
     made, bench = run.made, run.fields(BENCH)
     study, doctor = run.fields(TRADEOFF).object("about"), run.fields(DOCTOR).object("device")
     threads, seed, versions = bench.whole("threads"), made.whole("seed"), made.object("versions")
-    facts = [
+    return [
         ("bundle", _name(run, BUNDLE)),
         ("its manifest's SHA-256", run.sources[BUNDLE].sha256 if BUNDLE in run.sources else ""),
         ("build", _name(run, BUILD)),
@@ -53,7 +54,6 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("date", bench.text("date", 20)),
         ("sampling", _sampling(bench.object("options"))),
     ]
-    return [(name, value) for name, value in facts if value]
 
 
 def _name(run: Run, kind: str) -> str:
@@ -62,31 +62,20 @@ def _name(run: Run, kind: str) -> str:
 
 def _sampling(options: Fields) -> str:
     temperature, tokens = options.number("temperature"), options.whole("max_new_tokens")
+    rule = options.text("rule", 60)
     words = [
         "" if temperature is None else "greedy" if temperature == 0 else f"temperature {temperature:g}",
         f"up to {tokens:,} tokens" if tokens else "",
-        f"rule {options.text('rule', 60)}" if options.text("rule", 60) else "",
+        f"rule {rule}" if rule else "",
     ]
     return ", ".join(filter(None, words))
 
 
 def _commands(run: Run) -> list[str]:
     """Every command that a file tells, once."""
-    found = [
-        run.build.command if run.build is not None else "",
-        run.made.text("command", MOST_COMMAND, lines=True),
-        run.fields(BENCH).text("command", MOST_COMMAND),
-        run.fields(TRADEOFF).object("about").text("command", MOST_COMMAND),
-    ]
-    return [words for words in dict.fromkeys(found) if words]
-
-
-def _read(run: Run) -> Table:
-    """What the page was made from."""
-    rows = [
-        [Cell(kind), Cell(clean(str(one.path), 400), one.sha256 or "")] for kind, one in run.sources.items()
-    ]
-    return Table(["read for this page", "path, and SHA-256"], rows, left=2, title="read")
+    told = [*map(run.fields, (BUILD, BUNDLE, BENCH)), run.fields(TRADEOFF).object("about")]
+    found = dict.fromkeys(one.text("command", MOST_COMMAND, lines=True) for one in told)
+    return [words for words in found if words]
 
 
 def _files(manifest: Manifest) -> Table:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from edgespec.core.manifest import MANIFEST, Manifest, check_file, read_manifest
 from edgespec.recipe.schema import READ, ROUNDED, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, STATES
 from edgespec.report.fields import Fields
 from edgespec.stages.stage import STAGE_FILE
+from edgespec.stages.training_facts import facts_of
 
 BUNDLE, BUILD = "bundle", "build"
 BENCH, DOCTOR, TRADEOFF = "bench", "doctor", "tradeoff"
@@ -46,15 +46,16 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Source:
-    """One thing that was given or found in one. `sha256`: of a file; of a bundle, that of its manifest."""
+    """One thing that was given or found in one. `sha256`: of a file; of a bundle, that of its manifest.
+
+    `fields`: what a file says; of a bundle its provenance, and of a build the same as far as its stages tell it.
+    """
 
     kind: str
     path: Path
     sha256: str = ""
-    fields: Fields = Fields({}, "")
+    fields: Fields = Fields()
     manifest: Manifest | None = None
-    stages: Mapping[str, Fields] = field(default_factory=dict)
-    command: str = ""
     in_bundle: bool = False  # it lay in a bundle, and was measured when that was made
 
 
@@ -102,7 +103,8 @@ def _what(value: Any) -> str:
 def _bundle(path: Path) -> Sources:
     """The manifest, and its evaluation and verification where their bytes are those that it lists."""
     manifest = read_manifest(path)
-    found = {BUNDLE: Source(BUNDLE, path, sha256_file(path / MANIFEST), manifest=manifest)}
+    made = Fields(manifest.provenance, str(path))
+    found = {BUNDLE: Source(BUNDLE, path, sha256_file(path / MANIFEST), made, manifest)}
     for name, kind in ((EVALUATION_FILE, EVALUATION), (VERIFY_FILE, VERIFY)):
         if (entry := manifest.files.get(name)) is not None:
             found |= _inside(check_file(path.resolve(), name, entry), kind, in_bundle=True)
@@ -110,19 +112,26 @@ def _bundle(path: Path) -> Sources:
 
 
 def _build(path: Path, names: list[str]) -> Sources:
-    """The finished stages, and the bundle or, before there is one, what was evaluated and verified."""
+    """What its stages say, and the bundle or, before there is one, what was evaluated and verified."""
     stages = {name: _object(path / name / STAGE_FILE)[0] for name in names}
+    found: Sources = {}
+    if (path / BUNDLE / MANIFEST).exists():
+        found = _bundle(path / BUNDLE)
+    else:
+        for stage, name, kind in (("evaluate", EVALUATION_FILE, EVALUATION), ("verify", VERIFY_FILE, VERIFY)):
+            if (file := path / stage / name).is_file():
+                found |= _inside(file, kind)
+    recipe = found[BUNDLE].fields.object("recipe") if BUNDLE in found else Fields()
     command = path / COMMAND
     words = read_bounded(command, limit=MOST_COMMAND) if command.is_file() else b""
-    build = Source(BUILD, path, stages=stages, command=words.decode("utf-8", "replace").strip())
-    found = {BUILD: build}
-    bundle = path / BUNDLE
-    if (bundle / MANIFEST).exists():
-        return found | _bundle(bundle)
-    for stage, name, kind in (("evaluate", EVALUATION_FILE, EVALUATION), ("verify", VERIFY_FILE, VERIFY)):
-        if (file := path / stage / name).is_file():
-            found |= _inside(file, kind)
-    return found
+    told = {
+        "command": words.decode("utf-8", "replace").strip(),
+        "seconds": {name: stage.number("seconds") for name, stage in stages.items()},
+        "target": stages.get("target", Fields()).object("counts").text("name"),
+        "training": facts_of({name: stage.values for name, stage in stages.items()}, recipe.whole("seed")),
+    }
+    known = Fields({key: value for key, value in told.items() if value}, str(path))
+    return {BUILD: Source(BUILD, path, fields=known), **found}
 
 
 def _inside(path: Path, kind: str, *, in_bundle: bool = False) -> Sources:

@@ -13,6 +13,7 @@ from edgespec.core.errors import InputError
 from edgespec.report.fields import Fields
 from edgespec.report.gather import Run
 from edgespec.report.measured import AUTO, PLAIN, settings_of
+from edgespec.report.parts import ABSENT, flips
 from edgespec.report.sources import BENCH, Source
 from edgespec.report.speed import category_section, speed_section
 
@@ -26,7 +27,7 @@ def test_a_bench_of_every_draft_length_is_shown() -> None:
     lengths = [PLAIN, *range(1, MAX_DRAFT + 1), AUTO]
     rows = [{"draft_length": length, "speedup": [1.5, 1.4, 1.6]} for length in lengths]
     gains, columns = speed_section([bench_run(summaries=rows)]).parts
-    (table,) = columns.runs[0]
+    (table,) = columns[0]
     assert len(table.rows) == len(lengths)
     assert table.rows[-2][0].text == f"γ = {MAX_DRAFT}"
     for length in (1, 5, 61):  # every fourth one is written below the picture
@@ -43,7 +44,7 @@ def test_a_suite_of_the_most_kinds_is_shown() -> None:
         for number in range(MAX_CATEGORIES + 1)
     ]
     (columns,) = category_section([bench_run(categories=rows)]).parts
-    assert [len(table.rows) for table in columns.runs[0]] == [MAX_CATEGORIES + 1] * 2
+    assert [len(table.rows) for table in columns[0]] == [MAX_CATEGORIES + 1] * 2
 
 
 @pytest.mark.parametrize(("lengths", "shown"), [(22, 22), (50, 40)])
@@ -57,8 +58,14 @@ def test_an_evaluation_of_many_settings_is_read(
         for length in range(1, lengths + 1)
     ]
     found = settings_of(Fields({"settings": rows}, "evaluation.json"))
-    assert [(one.drafter, one.draft_length) for one in found] == [
+    assert [(one.text("drafter"), one.draft_length) for one in found] == [
         ("distilled", length) for length in range(1, shown + 1)
     ]
     said = capsys.readouterr().err
     assert ("evaluation.json has 50 settings" in said) is (shown < lengths)
+
+
+def test_flips_among_no_positions_were_not_measured() -> None:
+    assert flips(0, 0).text == flips(None, 40).text == ABSENT
+    assert flips(0, None).text == "0"
+    assert (flips(0, 40).text, flips(0, 40).note) == ("0", "of 40")

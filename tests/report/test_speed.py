@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgespec.core.metrics import mbsu
-from edgespec.report.fields import Fields
-from edgespec.report.measured import Bench, Speed
+from edgespec.report.measured import Bench
 from edgespec.report.speed import why
 
 
@@ -20,11 +19,12 @@ from edgespec.report.speed import why
     ],
 )
 def test_copied_tokens_read_no_drafter(computed: float, charged: str, reads: str) -> None:
-    speed = Speed(
-        draft_length=3, mean_draft_length=3.0, token_rate=None, speedup=(1.5, 1.5, 1.5), tau=(2.3, 2.3, 2.3),
-        alpha=0.6, first_token_seconds=None, predicted=None, draft_cost=0.1, verify_cost=1.2,
-        mbsu={"bytes": mbsu(2.3, computed, 0.05)},
-    )  # fmt: skip
-    (said,) = why(Bench((speed,), {}, Fields({"cost_ratios": {"bytes": 0.05}}, "bench.json")))
-    assert f"MBSU charges {charged} plain steps for it" in said.text
-    assert f"the drafter's {reads})" in said.text
+    values = {
+        "draft_length": 3, "mean_draft_length": 3.0, "speedup": [1.5] * 3, "block_efficiency": [2.3] * 3,
+        "draft_cost": 0.1, "verify_cost": 1.2, "mbsu": {"bytes": mbsu(2.3, computed, 0.05)},
+    }  # fmt: skip
+    said = why(
+        Bench({"summaries": [{"draft_length": 0}, values], "cost_ratios": {"bytes": 0.05}}, "bench.json")
+    )
+    assert f"MBSU charges {charged} plain steps for it" in said
+    assert f"the drafter's {reads})" in said
