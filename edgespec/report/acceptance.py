@@ -10,10 +10,9 @@ from edgespec.core.errors import InputError
 from edgespec.core.pictures import bars
 from edgespec.report.fields import Fields, Interval, clean
 from edgespec.report.figures import RUNS, drawn, legend
-from edgespec.report.gather import Run
+from edgespec.report.gather import BENCH, Run
 from edgespec.report.measured import by_position
 from edgespec.report.parts import Cell, Figure, Part, Reply, Section, Table, between, number, of_run
-from edgespec.report.sources import BENCH
 
 DASHES = ("-", "--", ":", "-.")  # one for each sampling of a run
 MARKS = "osD^"

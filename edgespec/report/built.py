@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from edgespec.core.manifest import HEAD, BundleModel, Manifest
 from edgespec.core.table import byte_size, count, duration, many
 from edgespec.report.fields import Fields, clean
-from edgespec.report.gather import Run
+from edgespec.report.gather import BUILD, BUNDLE, STAGES, Run
 from edgespec.report.parts import ABSENT, Cell, Section, Table, letter
-from edgespec.report.sources import BUILD, BUNDLE, STAGES
 from edgespec.stages.training_facts import DISTILL, PRETRAIN
 
 MOST_PHASES = 64  # of a training
@@ -104,7 +103,7 @@ def _trained(run: Run, stage: str) -> Cell:
         if (phase.text("stage") or DISTILL) == stage
     ]
     if not phases:
-        asked = run.recipe.object(stage).whole("steps") if stage in run.seconds else None
+        asked = run.made.object("recipe").object(stage).whole("steps") if stage in run.seconds else None
         return Cell(f"{asked:,} steps" if asked else ABSENT)
     tokens, steps, seconds = (
         sum(phase.number(key) or 0.0 for phase in phases) for key in ("tokens", "steps", "seconds")
@@ -129,6 +128,10 @@ def _written(run: Run) -> Cell:
     written = run.made.object("training").object("written")
     tokens, replies = written.number("tokens"), written.whole("texts")
     if not tokens:
-        asked = run.recipe.object("generate").whole("prompts") if "generate" in run.seconds else None
+        asked = (
+            run.made.object("recipe").object("generate").whole("prompts")
+            if "generate" in run.seconds
+            else None
+        )
         return Cell(f"{asked:,} replies" if asked else ABSENT)
     return Cell(f"{count(tokens)} tokens", f"{replies:,} replies" if replies else "")

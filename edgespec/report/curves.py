@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from edgespec.core.manifest import HEAD
 from edgespec.report.fields import Fields, Interval, clean
-from edgespec.report.figures import INK, MUTED, RULES, drawn
-from edgespec.report.gather import Run
+from edgespec.report.figures import INK, MUTED, RUNS, drawn
+from edgespec.report.gather import TRADEOFF, Run
 from edgespec.report.parts import Cell, Figure, Part, Section, Table, between, number
-from edgespec.report.sources import TRADEOFF
 
 LARGE, SMALL = "AR-large", "AR-small"
 MARKS = "osD^vP"
@@ -72,7 +71,7 @@ def _figure(points: Sequence[Point], metric: str, name: str) -> Figure:
             own = sorted((one for one in known if one[0] == rule), key=itemgetter(1))
             _, _, xs, ys = zip(*own, strict=True)
             axes.plot(
-                xs, ys, color=RULES[place % len(RULES)], marker=MARKS[place % len(MARKS)], linewidth=1.4,
+                xs, ys, color=RUNS[place % len(RUNS)], marker=MARKS[place % len(MARKS)], linewidth=1.4,
                 label=clean(rule, 20),
             )  # fmt: skip
         for end, mark in ((LARGE, "*"), (SMALL, "d")):

@@ -9,9 +9,8 @@ from edgespec.core.errors import InputError
 from edgespec.core.table import many
 from edgespec.report.fields import Fields, clean
 from edgespec.report.figures import MUTED, RUNS, drawn, lying
-from edgespec.report.gather import Run
+from edgespec.report.gather import DOCTOR, Run
 from edgespec.report.parts import Cell, Figure, Part, Section, Table, between, flips, number, of_run, rate
-from edgespec.report.sources import DOCTOR
 
 if TYPE_CHECKING:
     from edgespec_runtime.doctor.report import Variant

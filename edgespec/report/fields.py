@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from edgespec.core.errors import InputError
@@ -65,12 +66,11 @@ class Fields:
 
     def interval(self, key: str) -> Interval | None:
         """[value, low, high]; None where it is absent or one of them is NaN."""
-        seen = self.values.get(key)
-        if seen is None:
-            return None
-        if not isinstance(seen, list) or len(seen) != 3:
-            raise self._refused(key, seen, "a list of value, low and high end")
-        value, low, high = (self._number(key, one) for one in seen)
+        wanted = "a list of value, low and high end"
+        seen = self._typed(key, list, wanted)
+        if seen is not None and len(seen) != 3:
+            raise self._refused(key, seen, wanted)
+        value, low, high = (self._number(key, one) for one in seen or [None] * 3)
         return None if value is None or low is None or high is None else (value, low, high)
 
     def numbers(self, key: str, most: int = MOST_POSITIONS) -> list[float]:
@@ -96,9 +96,7 @@ class Fields:
     def raw_counts(self) -> RawCounts:
         """This object as raw counts."""
         tested, accepted = ([int(one) for one in self.numbers(name)] for name in ("tested", "accepted"))
-        if len(tested) != len(accepted) or any(
-            not 0 <= mine <= all_ for mine, all_ in zip(accepted, tested, strict=True)
-        ):
+        if any(not 0 <= mine <= its for mine, its in zip_longest(accepted, tested, fillvalue=-1)):
             raise self._refused("accepted", accepted, f"at most what was tested, {tested}, at every position")
         whole, seconds = ("blocks", "drafted", "copied", "emitted"), ("prefill", "draft", "verify", "total")
         values: dict[str, Any] = {name: self.whole(name) or 0 for name in whole}

@@ -27,14 +27,9 @@ def name_of(draft_length: int, chosen: str) -> str:
 class Speed(Fields):
     """One draft length of a bench, as its JSON file has it; costs in plain steps."""
 
-    @cached_property
+    @property
     def draft_length(self) -> int:
-        length = self.whole("draft_length")
-        if length is None or length < AUTO:
-            raise InputError(
-                f"{self.where}: 'draft_length' is {length}; {AUTO} or more is wanted: measure it again"
-            )
-        return length
+        return self.whole("draft_length") or PLAIN
 
     @property
     def name(self) -> str:
@@ -66,11 +61,11 @@ class Bench(Fields):
     def speeds(self) -> list[Speed]:
         """Raises InputError: no plain run, draft lengths without end."""
         found = [Speed(one.values, one.where) for one in self.objects("summaries", MOST_LENGTHS)]
-        lengths = [one.draft_length for one in found]
-        if PLAIN not in lengths or set(lengths) == {PLAIN}:
+        lengths = [one.whole("draft_length") for one in found]
+        if not {PLAIN} < {*lengths} or any(one is None or one < AUTO for one in lengths):
             raise InputError(
                 f"{self.where}: 'summaries' has the draft lengths {lengths}; plain decoding (0) and another one "
-                "are wanted: measure it again"
+                f"are wanted, none below {AUTO}: measure it again"
             )
         return found
 

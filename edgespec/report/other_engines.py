@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from edgespec.core.metrics import predicted_block_efficiency, summed
 from edgespec.report.fields import Fields
-from edgespec.report.gather import Run
+from edgespec.report.gather import ENGINES, Run
 from edgespec.report.measured import Setting
 from edgespec.report.parts import Cell, Part, Section, Table, between, number
-from edgespec.report.sources import ENGINES
 
 MOST_ENGINES = 100
 MOST_ANSWERS = 4096  # prompts of one engine

@@ -13,13 +13,11 @@ from edgespec.report.acceptance import acceptance_section, replies_section
 from edgespec.report.built import built_section
 from edgespec.report.curves import curves_section
 from edgespec.report.engines import ways_section
-from edgespec.report.gather import Run
-from edgespec.report.measured import Setting
+from edgespec.report.gather import BENCH, Run
 from edgespec.report.other_engines import others_section
 from edgespec.report.parts import Cell, Section, between, letter, rate
 from edgespec.report.precision import files_section
 from edgespec.report.provenance import provenance_section
-from edgespec.report.sources import BENCH
 from edgespec.report.speed import category_section, speed_section, time_section
 
 UNNAMED = "a pair whose bundle was not given"
@@ -41,18 +39,15 @@ SECTIONS: tuple[Callable[[Sequence[Run]], Section], ...] = (
 
 def page(runs: Sequence[Run]) -> str:
     """HTML that needs no other file. Raises InputError for a field of another kind than it should be, MissingExtra."""
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import StrictUndefined, Template
     from markupsafe import Markup
 
-    folder = files("edgespec.report")
-    environment = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+    text, style = (
+        (files("edgespec.report") / name).read_text(encoding="utf-8") for name in (TEMPLATE, STYLE)
     )
-    template = environment.from_string((folder / TEMPLATE).read_text(encoding="utf-8"))
+    template: Template = Template(
+        text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
     sections = []
     with progress("report", len(SECTIONS), "parts") as bar:
         for section in SECTIONS:
@@ -62,7 +57,7 @@ def page(runs: Sequence[Run]) -> str:
     more = f" and {len(targets) - 3} more" if len(targets) > 3 else ""
     return template.render(
         title=", ".join(targets[:3]) + more or "A pair",
-        style=Markup((folder / STYLE).read_text(encoding="utf-8")),  # our own file
+        style=Markup(style),  # our own file
         runs=runs,
         name_of=letter,
         heads=[
@@ -93,7 +88,9 @@ def _figures(run: Run) -> Iterator[tuple[Cell, str]]:
             yield rate(plain), "tokens per second, plain"
         if best is not None and best.tau is not None:
             yield between(best.tau), f"τ, tokens per target pass, {best.name}"
-    elif (setting := _usual(run.settings)) is not None:
+    elif run.settings:
+        # greedy with the draft length nearest to three
+        setting = min(run.settings, key=lambda one: (one.temperature != 0, abs(one.draft_length - 3)))
         where = f"{setting.sampling}, γ = {setting.draft_length}, when it was built"
         yield between(setting.metric("tau")), f"τ, tokens per target pass, {where}"
         yield between(setting.metric("alpha_empirical")), f"α, {where}"
@@ -101,9 +98,3 @@ def _figures(run: Run) -> Iterator[tuple[Cell, str]]:
         mine, its = run.manifest.drafter.parameters, run.manifest.target.parameters
         share = Cell(f"{mine / its:.1%}", f"{count(mine)} of {count(its)}")
         yield share, "the drafter's parameters of the target's"
-
-
-def _usual(settings: Sequence[Setting]) -> Setting | None:
-    """Greedy with the draft length nearest to three."""
-    greedy = [one for one in settings if one.temperature == 0] or list(settings)
-    return min(greedy, key=lambda one: abs(one.draft_length - 3), default=None)

@@ -31,7 +31,6 @@ class Table:
     left: int = 1
     title: str = ""
     runs: Sequence[int | None] = ()
-    kind: str = "table"
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class Figure:
     svg: Any
     words: str
     caption: str = ""
-    kind: str = "figure"
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class Code:
 
     text: str
     title: str = ""
-    kind: str = "code"
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,6 @@ class Reply:
     prompt: str
     pieces: Sequence[tuple[str, bool]]
     caption: str
-    kind: str = "reply"
 
 
 Part = Table | Figure | Code | Reply | str

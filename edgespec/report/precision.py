@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from edgespec.report.fields import Fields, clean
 from edgespec.report.figures import INK, RUNS, drawn, legend
-from edgespec.report.gather import Run
+from edgespec.report.gather import VERIFY, Run
 from edgespec.report.measured import share
 from edgespec.report.parts import Cell, Figure, Section, Table, between, flips, number, of_run, size
-from edgespec.report.sources import VERIFY
 
 MOST_FILES = 128  # two models, 64 variants each, as a manifest allows
 MOST_PAIRS = 64  # pairs of files whose acceptance was measured
@@ -18,14 +17,14 @@ MOST_TRIALS = 512  # prompts of one pair
 MARKS = {"target": "o", "drafter": "s"}
 
 
-class Row(NamedTuple):
-    """One exported file. `bytes` None: the bundle is not there to say; `check`: what verify found of it."""
+class Point(NamedTuple):
+    """A file in the picture: its size in MiB, and how often its most likely token is the float model's, in percent."""
 
+    run: int
     role: str
-    engine: str
     precision: str
-    bytes: int | None
-    check: Fields
+    size: float
+    same: float
 
 
 def files_section(runs: Sequence[Run]) -> Section:
@@ -36,18 +35,13 @@ def files_section(runs: Sequence[Run]) -> Section:
         "distributions are from the model's (KL divergence, nats). Flips: positions whose most likely token changes when four "
         "tokens are read at once instead of one by one; 0 means that speculation changes no greedy reply.",
     )
-    rows = {run.number: found for run in runs if (found := _rows(run))}
-    placed = [
-        (run, row, row.bytes / 2**20, 100 * top1)
-        for run, found in rows.items()
-        for row in found
-        if row.bytes and (top1 := row.check.number("top1")) is not None
-    ]
-    if placed:
-        section.parts.append(_figure(placed, len(runs)))
-    tables = {run: [_table(found)] for run, found in rows.items()}
+    read = {run.number: _files(run) for run in runs}
+    if points := [point for _, own in read.values() for point in own]:
+        section.parts.append(_figure(points, len(runs)))
+    headers = ["", "size", "top-1", "KL", "perplexity", "flips", ""]
+    tables = {run: [Table(headers, rows)] for run, (rows, _) in read.items() if rows}
     section.beside(tables, "agreement of the files", "edgespec verify BUNDLE --json verify.json")
-    if rows:
+    if tables:
         section.beside(
             {run.number: _pairs(run) for run in runs},
             "what rounding cost the pair's acceptance",
@@ -56,59 +50,51 @@ def files_section(runs: Sequence[Run]) -> Section:
     return section
 
 
-def _rows(run: Run) -> list[Row]:
-    rows = []
+def _files(run: Run) -> tuple[list[list[Cell]], list[Point]]:
+    """A row for every exported file, and a point for each whose size the bundle says."""
+    rows, points = [], []
     for check in run.fields(VERIFY).objects("files", MOST_FILES):
         role, engine, precision = (check.text(key, 40) for key in ("role", "engine", "precision"))
         weight = None
         if run.manifest and role in MARKS and precision in run.manifest.model(role).files.get(engine, {}):
             files = run.manifest.files_of(role, engine, precision)
             weight = sum(one.bytes for one in files.values()) or None
-        rows.append(Row(role, engine, precision, weight, check))
-    return rows
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    cells = []
-    for role, engine, precision, weight, check in rows:
-        kl, theirs = check.number("kl"), check.number("torch_perplexity")
-        fast = check.object("fast").whole("block_flips")
-        broken = check.texts("broken", length=400)
-        cells.append(
+        top1, kl, theirs = (check.number(key) for key in ("top1", "kl", "torch_perplexity"))
+        fast, broken = check.object("fast").whole("block_flips"), check.texts("broken", length=400)
+        in_fast = "" if fast is None else f"{fast:,} in fast mode"
+        rows.append(
             [
                 Cell(f"{role} {engine} {precision}", "; ".join(broken)),
                 size(weight),
-                number(check.number("top1"), ".1%"),
+                number(top1, ".1%"),
                 Cell("< 0.0001") if kl is not None and kl < 1e-4 else number(kl, ".4f"),
                 number(check.number("perplexity"), note="" if theirs is None else f"float {theirs:,.2f}"),
-                flips(
-                    check.whole("block_flips"),
-                    check.whole("positions"),
-                    "" if fast is None else f"{fast:,} in fast mode",
-                ),
+                flips(check.whole("block_flips"), check.whole("positions"), in_fast),
                 Cell("bound broken" if broken else "ok"),
             ]
         )
-    return Table(["", "size", "top-1", "KL", "perplexity", "flips", ""], cells)
+        if weight and top1 is not None:
+            points.append(Point(run.number, role, precision, weight / 2**20, 100 * top1))
+    return rows, points
 
 
-def _figure(placed: Sequence[tuple[int, Row, float, float]], runs: int) -> Figure:
+def _figure(points: Sequence[Point], runs: int) -> Figure:
     def draw(axes: Any) -> None:
         from matplotlib.ticker import LogLocator
 
         for role, mark in MARKS.items():
-            for run in sorted({one[0] for one in placed}):
-                if own := [(x, y) for its, row, x, y in placed if its == run and row.role == role]:
+            for run in sorted({one.run for one in points}):
+                if own := [(one.size, one.same) for one in points if (one.run, one.role) == (run, role)]:
                     axes.plot(
                         *zip(*own, strict=True), mark, color=RUNS[run], markersize=6,
                         markerfacecolor=RUNS[run] if role == "target" else "none", label=of_run(role, run, runs),
                     )  # fmt: skip
-        for _, row, *point in placed:
+        for one in points:
             axes.annotate(
-                clean(row.precision, 12), point, xytext=(6, -3), textcoords="offset points", color=INK, fontsize=9
+                clean(one.precision, 12), (one.size, one.same), xytext=(6, -3), textcoords="offset points", color=INK,
+                fontsize=9,
             )  # fmt: skip
-        sizes = [weight for _, _, weight, _ in placed]
-        worst = max(1.0, 100 - min(percent for *_, percent in placed))
+        sizes, worst = [one.size for one in points], max(1.0, 100 - min(one.same for one in points))
         axes.set(xscale="log", xlabel="size of the file (MiB)", ylabel="same most likely token (%)")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -8,9 +8,8 @@ import yaml
 
 from edgespec.core.manifest import Manifest
 from edgespec.report.fields import Fields, clean
-from edgespec.report.gather import Run
+from edgespec.report.gather import BENCH, BUILD, BUNDLE, DOCTOR, TRADEOFF, Run
 from edgespec.report.parts import ABSENT, Cell, Code, Part, Section, Table, size
-from edgespec.report.sources import BENCH, BUILD, BUNDLE, DOCTOR, TRADEOFF
 
 MOST_COMMAND = 4000  # characters of a command that are shown
 MOST_RECIPE = 20_000
@@ -27,11 +26,11 @@ def _told(run: Run) -> list[Part]:
     about = [[Cell(name), Cell(value)] for name, value in _facts(run) if value]
     parts: list[Part] = [Table(["", ""], about, left=2, title="about")]
     parts += map(Code, _commands(run))
-    read = [[Cell(kind), Cell(clean(str(one.path), 400), one.sha256)] for kind, one in run.sources.items()]
+    read = [[Cell(kind), Cell(path, run.sources[kind].sha256)] for kind, path in _paths(run).items()]
     parts.append(Table(["read for this page", "path, and SHA-256"], read, left=2, title="read"))
     if run.manifest is not None:
         parts.append(_files(run.manifest))
-        if recipe := dict(run.recipe.values):
+        if recipe := dict(run.made.object("recipe").values):
             text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
             parts.append(Code(clean(text, MOST_RECIPE, lines=True), "The recipe with every value"))
     return parts
@@ -39,13 +38,13 @@ def _told(run: Run) -> list[Part]:
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     """'' for what nobody says."""
-    made, bench = run.made, run.fields(BENCH)
+    made, bench, paths = run.made, run.fields(BENCH), _paths(run)
     study, doctor = run.fields(TRADEOFF).object("about"), run.fields(DOCTOR).object("device")
     threads, seed, versions = bench.whole("threads"), made.whole("seed"), made.object("versions")
     return [
-        ("bundle", _name(run, BUNDLE)),
+        ("bundle", paths.get(BUNDLE, "")),
         ("its manifest's SHA-256", run.sources[BUNDLE].sha256 if BUNDLE in run.sources else ""),
-        ("build", _name(run, BUILD)),
+        ("build", paths.get(BUILD, "")),
         ("tokenizer's SHA-256", clean(run.manifest.pair["tokenizer_sha256"]) if run.manifest else ""),
         ("made with", ", ".join(f"{name} {versions.text(name, 40)}" for name in made.keys("versions", 20))),
         ("seed", "" if seed is None else str(seed)),
@@ -56,8 +55,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _name(run: Run, kind: str) -> str:
-    return clean(str(run.sources[kind].path), 400) if kind in run.sources else ""
+def _paths(run: Run) -> dict[str, str]:
+    return {kind: clean(str(one.path), 400) for kind, one in run.sources.items()}
 
 
 def _sampling(options: Fields) -> str:

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from edgespec.core.metrics import summed
 from edgespec.core.pictures import bars
 from edgespec.report.fields import Fields
 from edgespec.report.figures import MUTED, PARTS, RUNS, drawn, legend, lying
-from edgespec.report.gather import Run
-from edgespec.report.measured import Bench, name_of
+from edgespec.report.gather import BENCH, Run
+from edgespec.report.measured import Bench, Speed, name_of
 from edgespec.report.parts import Cell, Figure, Part, Section, Table, between, number, of_run, rate
-from edgespec.report.sources import BENCH
 
 MOST_CATEGORIES = 130  # rows: 64 categories and all of them together, plain against two ways of drafting
 COMMAND = "edgespec bench BUNDLE --json bench.json"
 MOST_TICKS = 20  # draft lengths that are written below a picture
 FEW = 3  # runs whose bounds and choices are drawn beside what was measured
 LOOP = 0.02  # of a plain step: below that what is left over is noise of the clock
-
-
-class Split(NamedTuple):
-    """`parts`: milliseconds per token of drafting, verifying and the rest. `first`: to the first token, from an empty cache."""
-
-    name: str
-    parts: list[float]
-    first: float | None
 
 
 def speed_section(runs: Sequence[Run]) -> Section:
@@ -41,10 +32,7 @@ def speed_section(runs: Sequence[Run]) -> Section:
     found = {run.number: run.bench for run in runs if run.bench is not None}
     if any(bench.fixed for bench in found.values()):
         section.parts.append(_gains(found, len(runs)))
-    columns: dict[int, list[Part]] = {
-        run: [_speed_table(bench), *filter(None, [why(bench)])] for run, bench in found.items()
-    }
-    section.beside(columns, "measured speed", COMMAND)
+    section.beside({run: _speeds(bench) for run, bench in found.items()}, "measured speed", COMMAND)
     return section
 
 
@@ -56,11 +44,8 @@ def time_section(runs: Sequence[Run]) -> Section:
         "rule, the choice of γ and the loop itself. The time to the first token counts the prompt too, from an empty cache.",
     )
     splits = {run.number: rows for run in runs if run.bench is not None and (rows := _splits(run.bench))}
-    most = max((sum(row.parts) for rows in splits.values() for row in rows), default=0.0)
-    columns: dict[int, list[Part]] = {
-        run: [_split_figure(rows, run, most), _split_table(rows)] for run, rows in splits.items()
-    }
-    section.beside(columns, "time split", COMMAND)
+    most = max((sum(parts) for rows in splits.values() for _, parts in rows), default=0.0)
+    section.beside({run: _split(rows, run, most) for run, rows in splits.items()}, "time split", COMMAND)
     return section
 
 
@@ -146,7 +131,8 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
     )
 
 
-def _speed_table(bench: Bench) -> Table:
+def _speeds(bench: Bench) -> list[Part]:
+    """A table of every draft length, and why MBSU and the clock differ."""
     kinds = sorted({kind for one in bench.drafted for kind in one.mbsu})
     rows = []
     for one in bench.speeds:
@@ -156,46 +142,49 @@ def _speed_table(bench: Bench) -> Table:
             cells = [between(one.speedup, strong=one is bench.best), number(one.number("predicted"))]
             cells += [number(one.mbsu.get(kind)) for kind in kinds]
         rows.append([Cell(one.name), rate(one.interval("token_rate")), *cells])
-    return Table(["", "tok/s", "x plain", "predicted", *(f"MBSU by {kind}" for kind in kinds)], rows)
+    headers = ["", "tok/s", "x plain", "predicted", *(f"MBSU by {kind}" for kind in kinds)]
+    table = Table(headers, rows)
+    return [table, said] if (said := why(bench)) else [table]
 
 
-def _splits(bench: Bench) -> list[Split]:
-    """Every draft length that emitted tokens."""
+def _splits(bench: Bench) -> list[tuple[Speed, list[float]]]:
+    """Every draft length that emitted tokens: milliseconds per token of drafting, verifying and the rest."""
     found = []
     for one in bench.speeds:
         counts = summed(bench.counts.get(one.draft_length, []))
         if counts.emitted:
             seconds = counts.draft_seconds, counts.verify_seconds, max(0.0, counts.loop_seconds)
-            first = one.number("first_token_seconds")
-            found.append(Split(one.name, [1e3 * value / counts.emitted for value in seconds], first))
+            found.append((one, [1e3 * value / counts.emitted for value in seconds]))
     return found
 
 
-def _split_figure(rows: Sequence[Split], run: int, most: float) -> Figure:
+def _split(rows: Sequence[tuple[Speed, list[float]]], run: int, most: float) -> list[Part]:
+    """The splits of a run as a picture and a table; `most`: of all runs, so that their pictures have one scale."""
+
     def draw(axes: Any) -> None:
         start = [0.0] * len(rows)
         for place, (words, colour) in enumerate(zip(("draft", "verify", "rest"), PARTS, strict=True)):
-            values = [row.parts[place] for row in rows]
-            axes.barh([row.name for row in rows], values, left=start, color=colour, height=0.62, label=words)
+            values = [parts[place] for _, parts in rows]
+            axes.barh(
+                [one.name for one, _ in rows], values, left=start, color=colour, height=0.62, label=words
+            )
             start = [before + value for before, value in zip(start, values, strict=True)]
         axes.set_xlim(0, 1.02 * most)
         lying(axes, "ms per token", 3)
 
-    return Figure(
+    figure = Figure(
         drawn(f"time-{run}", draw, height=74 + 24 * len(rows)),
         "Milliseconds per token of drafting, verifying and the rest, by draft length.",
     )
-
-
-def _split_table(rows: Sequence[Split]) -> Table:
-    digits = 3 if max(sum(row.parts) for row in rows) < 1 else 2
+    digits = 3 if max(sum(parts) for _, parts in rows) < 1 else 2
     cells = []
-    for name, parts, first in rows:
-        whole = sum(parts)
-        shares = [Cell(f"{one:,.{digits}f}", f"{one / whole:.0%}") if one else Cell("") for one in parts]
-        milliseconds = None if first is None else 1e3 * first
-        cells.append([Cell(name), *shares, Cell(f"{whole:,.{digits}f}"), number(milliseconds, ",.1f")])
-    return Table(["ms per token", "draft", "verify", "rest", "all", "first token, ms"], cells)
+    for one, parts in rows:
+        first, whole = one.number("first_token_seconds"), sum(parts)
+        shares = [Cell(f"{part:,.{digits}f}", f"{part / whole:.0%}") if part else Cell("") for part in parts]
+        milliseconds = number(None if first is None else 1e3 * first, ",.1f")
+        cells.append([Cell(one.name), *shares, Cell(f"{whole:,.{digits}f}"), milliseconds])
+    headers = ["ms per token", "draft", "verify", "rest", "all", "first token, ms"]
+    return [figure, Table(headers, cells)]
 
 
 def _category_table(rows: Sequence[Fields], length: int) -> Table:

@@ -6,8 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from edgespec.report.gather import gather
-from edgespec.report.sources import BUILD, BUNDLE, VERIFY
+from edgespec.report.gather import BUILD, BUNDLE, VERIFY, gather
 
 
 def test_a_verification_that_is_given_takes_the_place_of_the_bundles_own(

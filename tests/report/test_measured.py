@@ -11,10 +11,9 @@ from edgespec_runtime.rules.table import MAX_DRAFT
 
 from edgespec.core.errors import InputError
 from edgespec.report.fields import Fields
-from edgespec.report.gather import Run
+from edgespec.report.gather import BENCH, Run, Source
 from edgespec.report.measured import AUTO, PLAIN, settings_of
 from edgespec.report.parts import ABSENT, flips
-from edgespec.report.sources import BENCH, Source
 from edgespec.report.speed import category_section, speed_section
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from edgespec.core.manifest import HEAD, BundleModel, Manifest
 from edgespec.report.curves import curves_section
-from edgespec.report.gather import Run
+from edgespec.report.gather import BUNDLE, Run, Source
 from edgespec.report.other_engines import others_section
 from edgespec.report.parts import Section
-from edgespec.report.sources import BUNDLE, Source
 
 MODEL = BundleModel("tiny", "local folder", {"context_length": 64}, 1000, {})
 PLAIN = Manifest({}, MODEL, MODEL, {"precision": "fp32"}, {}, {}, {}, {})
