@@ -17,23 +17,18 @@ TYPE = 11.0
 UNIT = 72.0  # an inch in matplotlib's SVG
 
 # A figure is drawn in colours that nobody else uses; the page's style sheet says what they are, in the light and in the dark.
-INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
-RUNS = tuple(f"#0{n}0a0b" for n in range(1, 9))  # one for each run
-PARTS = tuple(f"#0{n}0c0d" for n in range(1, 4))  # draft, verify, rest
-RULES = tuple(f"#{n:02d}0e0f" for n in range(1, 11))  # rules of a trade-off
+INK, MUTED, RULE, REST = "#010101", "#020202", "#030303", "#040404"
+RUNS = tuple(f"#{n:02d}0a0b" for n in range(1, 11))  # one for each run, or rule of a trade-off
+PARTS = RUNS[1], RUNS[0], REST  # draft, verify, rest
 _VARIABLES = {
-    **{INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"},
+    **{INK: "--ink", MUTED: "--muted", RULE: "--rule", REST: "--rest"},
     **{colour: f"--run-{n}" for n, colour in enumerate(RUNS, 1)},
-    **{colour: f"--part-{n}" for n, colour in enumerate(PARTS, 1)},
-    **{colour: f"--rule-{n}" for n, colour in enumerate(RULES, 1)},
 }
 _STYLE = {
     "svg.fonttype": "none",  # text as text: it takes the page's font and can be searched
     "svg.hashsalt": "edgespec",  # the same figure is the same bytes
     "text.parse_math": False,  # a stranger's name is no formula
     "font.size": TYPE,
-    "axes.titlesize": TYPE,
-    "axes.labelsize": TYPE,
     "xtick.labelsize": TYPE - 1,
     "ytick.labelsize": TYPE - 1,
     "legend.fontsize": TYPE - 1,
@@ -48,7 +43,6 @@ _STYLE = {
     "xtick.major.size": 0.0,
     "ytick.major.size": 0.0,
     "grid.color": RULE,
-    "grid.linewidth": 0.8,
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.grid.axis": "y",
@@ -57,7 +51,6 @@ _STYLE = {
     "axes.spines.left": False,
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
-    "errorbar.capsize": 0.0,
 }
 
 
@@ -72,28 +65,19 @@ def drawn(name: str, draw: Callable[[Any], None], *, height: float = HEIGHT) -> 
     with rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH / UNIT, height / UNIT), layout="constrained")
         draw(figure.subplots())
-        figure.savefig(
-            stream,
-            format="svg",
-            transparent=True,
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
+        figure.savefig(stream, format="svg", transparent=True)
     return Markup(_inline(stream.getvalue(), name))  # matplotlib escapes the text it writes
 
 
 def legend(axes: Any, columns: int, *, by_run: bool = False) -> None:
     """Above the axes, where nothing is drawn; `by_run`: by name, so that those of a run stand together."""
-    handles, names = axes.get_legend_handles_labels()
-    order = sorted(range(len(names)), key=lambda place: names[place].lower() if by_run else "")
+    entries = list(zip(*axes.get_legend_handles_labels(), strict=True))
+    if by_run:
+        entries.sort(key=lambda entry: entry[1].lower())
     axes.legend(
-        [handles[place] for place in order],
-        [names[place] for place in order],
-        loc="lower left",
-        bbox_to_anchor=(0.0, 1.0),
-        ncols=columns,
-        borderaxespad=0.2,
-        columnspacing=1.4,
-    )
+        *zip(*entries, strict=True), loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns,
+        borderaxespad=0.2, columnspacing=1.4,
+    )  # fmt: skip
 
 
 def lying(axes: Any, what: str, columns: int) -> None:
@@ -102,13 +86,13 @@ def lying(axes: Any, what: str, columns: int) -> None:
     axes.grid(axis="x")
     axes.grid(visible=False, axis="y")
     axes.spines["bottom"].set_visible(False)
-    axes.set_xlabel(what, color=MUTED)
+    axes.set_xlabel(what)
     legend(axes, columns)
 
 
 def _inline(svg: str, name: str) -> str:
     body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r"\s*<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r"<!--.*?-->\n?", "", body, flags=re.DOTALL)
     head, rest = body.split(">", 1)
     view = re.search(r'viewBox="[0-9. ]+"', head)
