@@ -77,8 +77,9 @@ def _facts(run: Run) -> list[Cell]:
             Cell(clean(manifest.device.get("name") or ABSENT)),
             Cell(f"{len(manifest.files):,} files", total),
         ]
+    recipe = re.search(r"--recipe[= ]([\w./-]+)", run.made.text("command", 4000))
     learnt = [_trained(run, PRETRAIN), _written(run), _trained(run, DISTILL)]
-    return [*models, _recipe(run), *learnt, *bundle]
+    return [*models, Cell(clean(recipe[1]) if recipe else ABSENT), *learnt, *bundle]
 
 
 def _shape(model: BundleModel, manifest: Manifest) -> str:
@@ -87,12 +88,6 @@ def _shape(model: BundleModel, manifest: Manifest) -> str:
     layers, hidden, vocabulary = (found.whole(name) for name in ("layers", "hidden", "vocab_size"))
     words = f"{many(layers, 'layer')} × {hidden}" if layers and hidden else ""
     return ", ".join(filter(None, [words, f"vocabulary {vocabulary:,}" if vocabulary else ""]))
-
-
-def _recipe(run: Run) -> Cell:
-    """The name after --recipe in the command that built the pair."""
-    found = re.search(r"--recipe[= ]([\w./-]+)", run.made.text("command", 4000))
-    return Cell(clean(found[1]) if found else ABSENT)
 
 
 def _trained(run: Run, stage: str) -> Cell:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from edgespec.core.manifest import HEAD
-from edgespec.report.fields import Fields, Interval, clean
+from edgespec.report.fields import Fields, clean
 from edgespec.report.figures import INK, MUTED, RUNS, drawn
 from edgespec.report.gather import TRADEOFF, Run
 from edgespec.report.parts import Cell, Figure, Part, Section, Table, between, number
@@ -16,15 +16,6 @@ LARGE, SMALL = "AR-large", "AR-small"
 MARKS = "osD^vP"
 MOST_POINTS = 200  # arms of a study
 MOST_METRICS = 3
-
-
-class Point(NamedTuple):
-    """One arm of a study. `value`: of its parameter; `latency`: in units of AR-large's; `found`: its summary."""
-
-    curve: str
-    value: float | None
-    latency: Interval
-    found: Fields
 
 
 def curves_section(runs: Sequence[Run]) -> Section:
@@ -43,27 +34,22 @@ def curves_section(runs: Sequence[Run]) -> Section:
 
 def _study(run: Run) -> list[Part]:
     study = run.fields(TRADEOFF)
-    points = [
-        Point(arm.text("curve", 40), arm.number("value"), latency, one)
-        for one in study.objects("summaries", MOST_POINTS)
-        for arm in [one.object("arm")]
-        if (latency := one.interval("latency")) is not None
-    ]
-    metrics = dict.fromkeys(name for one in points for name in one.found.keys("quality", MOST_METRICS))
+    found = [one for one in study.objects("summaries", MOST_POINTS) if one.interval("latency") is not None]
+    metrics = dict.fromkeys(name for one in found for name in one.keys("quality", MOST_METRICS))
     about = study.object("about")
     how = f"{about.text('engine')} {about.text('precision')}, {about.text('date')}"
     parts: list[Part] = [f"{about.text('title', 100)}: {how}."]
     for place, metric in enumerate(list(metrics)[:MOST_METRICS]):
-        parts += [_figure(points, metric, f"{run.number}-{place}"), _table(points, metric)]
+        parts += [_figure(found, metric, f"{run.number}-{place}"), _table(found, metric)]
     return parts
 
 
-def _figure(points: Sequence[Point], metric: str, name: str) -> Figure:
-    known = [
-        (point.curve, point.value or 0.0, point.latency[0], quality[0])
-        for point in points
-        if (quality := point.found.object("quality").interval(metric)) is not None
-    ]
+def _figure(found: Sequence[Fields], metric: str, name: str) -> Figure:
+    known = []
+    for one in found:
+        arm, latency, quality = one.object("arm"), one.interval("latency"), one.object("quality")
+        if latency is not None and (value := quality.interval(metric)) is not None:
+            known.append((arm.text("curve", 40), arm.number("value") or 0.0, latency[0], value[0]))
 
     def draw(axes: Any) -> None:
         rules = dict.fromkeys(curve for curve, *_ in known if curve not in (LARGE, SMALL))
@@ -85,18 +71,21 @@ def _figure(points: Sequence[Point], metric: str, name: str) -> Figure:
     return Figure(drawn(f"tradeoff-{name}", draw), f"{clean(metric, 40)} against latency, rule by rule.")
 
 
-def _table(points: Sequence[Point], metric: str) -> Table:
+def _table(found: Sequence[Fields], metric: str) -> Table:
+    """A row for every arm; latency in units of AR-large's."""
     rows = []
-    for curve, value, latency, found in points:
-        quality, behind = (found.object(name).interval(metric) for name in ("quality", "behind"))
-        at = "" if value is None else f"{found.object('arm').text('parameter', 20)} = {value:g}"
-        rejected = None if curve in (LARGE, SMALL) else found.number("rejection_rate")
+    for one in found:
+        arm = one.object("arm")
+        curve, value = arm.text("curve", 40), arm.number("value")
+        at = "" if value is None else f"{arm.text('parameter', 20)} = {value:g}"
+        quality, behind = (one.object(name).interval(metric) for name in ("quality", "behind"))
+        rejected = None if curve in (LARGE, SMALL) else one.number("rejection_rate")
         rows.append(
             [
                 Cell(curve, at),
                 number(quality[0] if quality else None, ".3f"),
                 Cell("") if curve == LARGE or behind is None else between(behind, 3),
-                Cell("1") if curve == LARGE else between(latency),
+                Cell("1") if curve == LARGE else between(one.interval("latency")),
                 number(rejected, ".0%"),
             ]
         )

@@ -27,7 +27,10 @@ def ways_section(runs: Sequence[Run]) -> Section:
         "best γ and its token rate, which are predictions; bench measures them.",
     )
     doctored = {run.number: run.fields(DOCTOR) for run in runs if DOCTOR in run.sources}
-    ways = {run: _ways(found) for run, found in doctored.items()}
+    ways = {  # of each the chosen one first
+        run: [_way(one) for one in (found.object("chosen"), *found.objects("others", MOST_WAYS))]
+        for run, found in doctored.items()
+    }
     bars = [(run, way, _alpha(doctored[run])) for run, found in ways.items() for way in found]
     if len(bars) > 1:
         section.parts.append(_figure(bars, len(runs)))
@@ -35,11 +38,6 @@ def ways_section(runs: Sequence[Run]) -> Section:
     columns = {run: [_costs(found, ways[run]), *_notes(found)] for run, found in doctored.items()}
     section.beside(columns, "other ways to run the bundle", "edgespec doctor BUNDLE --json doctor.json")
     return section
-
-
-def _ways(doctor: Fields) -> list[Variant]:
-    """The ways to run that doctor compared, the chosen one first."""
-    return [_way(one) for one in (doctor.object("chosen"), *doctor.objects("others", MOST_WAYS))]
 
 
 def _way(way: Fields) -> Variant:

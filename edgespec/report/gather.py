@@ -26,7 +26,6 @@ from edgespec.stages.training_facts import facts_of
 BUNDLE, BUILD = "bundle", "build"
 BENCH, DOCTOR, TRADEOFF = "bench", "doctor", "tradeoff"
 VERIFY, ENGINES, EVALUATION = "verify", "other-engines", "evaluation"
-EVALUATION_FILE, VERIFY_FILE, COMMAND = "evaluation.json", "verify.json", "command.txt"
 MOST_COMMAND = 64 * 2**10  # bytes of a file that holds one command
 MOST_RUNS = 8  # columns that a page can show side by side, and colours that one can tell apart
 STAGES = (
@@ -37,7 +36,7 @@ STAGES = (
 """In the order of a build."""
 WANTED = (
     "a bundle's or a build's folder is wanted, or what --json of bench, doctor, tradeoff, verify or other-engines wrote, "
-    f"or an {EVALUATION_FILE}"
+    f"or an {EVALUATION}.json"
 )
 # The keys that a kind of file has and no other kind has together.
 _MARKS = {
@@ -154,8 +153,7 @@ def gather(paths: Sequence[str]) -> list[Run]:
         if {BUNDLE, BUILD} & {*found}:
             _begin(runs, found)
         else:
-            for source in found.values():
-                _add(runs, source)
+            _add(runs, *found.values())
     if len(runs) > MOST_RUNS:
         raise InputError(f"{len(runs)} runs were given; at most {MOST_RUNS} fit side by side: give fewer")
     for number, run in enumerate(runs):
@@ -228,8 +226,8 @@ def _bundle(path: Path) -> Sources:
     manifest = read_manifest(path)
     made = Fields(manifest.provenance, str(path))
     found = {BUNDLE: Source(BUNDLE, path, sha256_file(path / MANIFEST), made, manifest)}
-    for name, kind in ((EVALUATION_FILE, EVALUATION), (VERIFY_FILE, VERIFY)):
-        if (entry := manifest.files.get(name)) is not None:
+    for kind in (EVALUATION, VERIFY):
+        if (entry := manifest.files.get(name := f"{kind}.json")) is not None:
             found |= _inside(check_file(path.resolve(), name, entry), kind, in_bundle=True)
     return found
 
@@ -241,11 +239,11 @@ def _build(path: Path, names: list[str]) -> Sources:
     if (path / BUNDLE / MANIFEST).exists():
         found = _bundle(path / BUNDLE)
     else:
-        for stage, name, kind in (("evaluate", EVALUATION_FILE, EVALUATION), ("verify", VERIFY_FILE, VERIFY)):
-            if (file := path / stage / name).is_file():
+        for stage, kind in (("evaluate", EVALUATION), ("verify", VERIFY)):
+            if (file := path / stage / f"{kind}.json").is_file():
                 found |= _inside(file, kind)
     recipe = found[BUNDLE].fields.object("recipe") if BUNDLE in found else Fields()
-    command = path / COMMAND
+    command = path / "command.txt"
     words = read_bounded(command, limit=MOST_COMMAND) if command.is_file() else b""
     told = {
         "command": words.decode("utf-8", "replace").strip(),

@@ -20,8 +20,6 @@ from edgespec.report.precision import files_section
 from edgespec.report.provenance import provenance_section
 from edgespec.report.speed import category_section, speed_section, time_section
 
-UNNAMED = "a pair whose bundle was not given"
-TEMPLATE, STYLE = "page.html.j2", "page.css"
 SECTIONS: tuple[Callable[[Sequence[Run]], Section], ...] = (
     speed_section,
     time_section,
@@ -43,7 +41,7 @@ def page(runs: Sequence[Run]) -> str:
     from markupsafe import Markup
 
     text, style = (
-        (files("edgespec.report") / name).read_text(encoding="utf-8") for name in (TEMPLATE, STYLE)
+        (files("edgespec.report") / name).read_text(encoding="utf-8") for name in ("page.html.j2", "page.css")
     )
     template: Template = Template(
         text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
@@ -71,7 +69,7 @@ def page(runs: Sequence[Run]) -> str:
 
 def _title(run: Run) -> str:
     target, drafter = run.names
-    return f"{target} with {drafter}" if target and drafter else target or UNNAMED
+    return f"{target} with {drafter}" if target and drafter else target or "a pair whose bundle was not given"
 
 
 def _figures(run: Run) -> Iterator[tuple[Cell, str]]:

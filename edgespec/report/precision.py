@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from edgespec.report.fields import Fields, clean
 from edgespec.report.figures import INK, RUNS, drawn, legend
@@ -15,16 +15,7 @@ MOST_FILES = 128  # two models, 64 variants each, as a manifest allows
 MOST_PAIRS = 64  # pairs of files whose acceptance was measured
 MOST_TRIALS = 512  # prompts of one pair
 MARKS = {"target": "o", "drafter": "s"}
-
-
-class Point(NamedTuple):
-    """A file in the picture: its size in MiB, and how often its most likely token is the float model's, in percent."""
-
-    run: int
-    role: str
-    precision: str
-    size: float
-    same: float
+Point = tuple[int, str, str, float, float]  # run, role, precision; MiB, and top-1 in percent
 
 
 def files_section(runs: Sequence[Run]) -> Section:
@@ -74,7 +65,7 @@ def _files(run: Run) -> tuple[list[list[Cell]], list[Point]]:
             ]
         )
         if weight and top1 is not None:
-            points.append(Point(run.number, role, precision, weight / 2**20, 100 * top1))
+            points.append((run.number, role, precision, weight / 2**20, 100 * top1))
     return rows, points
 
 
@@ -83,18 +74,18 @@ def _figure(points: Sequence[Point], runs: int) -> Figure:
         from matplotlib.ticker import LogLocator
 
         for role, mark in MARKS.items():
-            for run in sorted({one.run for one in points}):
-                if own := [(one.size, one.same) for one in points if (one.run, one.role) == (run, role)]:
+            for run in sorted({run for run, *_ in points}):
+                if own := [at for its, part, _, *at in points if (its, part) == (run, role)]:
                     axes.plot(
                         *zip(*own, strict=True), mark, color=RUNS[run], markersize=6,
                         markerfacecolor=RUNS[run] if role == "target" else "none", label=of_run(role, run, runs),
                     )  # fmt: skip
-        for one in points:
+        for *_, precision, x, y in points:
             axes.annotate(
-                clean(one.precision, 12), (one.size, one.same), xytext=(6, -3), textcoords="offset points", color=INK,
-                fontsize=9,
+                clean(precision, 12), (x, y), xytext=(6, -3), textcoords="offset points", color=INK, fontsize=9
             )  # fmt: skip
-        sizes, worst = [one.size for one in points], max(1.0, 100 - min(one.same for one in points))
+        sizes = [mebibytes for *_, mebibytes, _ in points]
+        worst = max(1.0, 100 - min(percent for *_, percent in points))
         axes.set(xscale="log", xlabel="size of the file (MiB)", ylabel="same most likely token (%)")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")

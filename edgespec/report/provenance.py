@@ -73,8 +73,7 @@ def _sampling(options: Fields) -> str:
 def _commands(run: Run) -> list[str]:
     """Every command that a file tells, once."""
     told = [*map(run.fields, (BUILD, BUNDLE, BENCH)), run.fields(TRADEOFF).object("about")]
-    found = dict.fromkeys(one.text("command", MOST_COMMAND, lines=True) for one in told)
-    return [words for words in found if words]
+    return [*filter(None, dict.fromkeys(one.text("command", MOST_COMMAND, lines=True) for one in told))]
 
 
 def _files(manifest: Manifest) -> Table:

@@ -11,7 +11,7 @@ from edgespec.core.pictures import bars
 from edgespec.report.fields import Fields
 from edgespec.report.figures import MUTED, PARTS, RUNS, drawn, legend, lying
 from edgespec.report.gather import BENCH, Run
-from edgespec.report.measured import Bench, Speed, name_of
+from edgespec.report.measured import PLAIN, Bench, Speed, name_of
 from edgespec.report.parts import Cell, Figure, Part, Section, Table, between, number, of_run, rate
 
 MOST_CATEGORIES = 130  # rows: 64 categories and all of them together, plain against two ways of drafting
@@ -53,14 +53,10 @@ def category_section(runs: Sequence[Run]) -> Section:
     section = Section(
         "kinds", "By kind of question", "Speculation against plain decoding on the questions of a suite."
     )
-    columns = {}
-    for run in runs:
-        by_length: dict[int, list[Fields]] = {}
-        for row in run.fields(BENCH).objects("categories", MOST_CATEGORIES):
-            by_length.setdefault(row.whole("draft_length") or 0, []).append(row)
-        columns[run.number] = [_category_table(rows, length) for length, rows in by_length.items()]
     section.beside(
-        columns, "figures by kind of question", "edgespec bench BUNDLE --suite built-in --json bench.json"
+        {run.number: _categories(run.fields(BENCH)) for run in runs},
+        "figures by kind of question",
+        "edgespec bench BUNDLE --suite built-in --json bench.json",
     )
     return section
 
@@ -187,20 +183,20 @@ def _split(rows: Sequence[tuple[Speed, list[float]]], run: int, most: float) -> 
     return [figure, Table(headers, cells)]
 
 
-def _category_table(rows: Sequence[Fields], length: int) -> Table:
-    cells = []
-    for row in rows:
+def _categories(bench: Fields) -> list[Table]:
+    """A table for each way of drafting."""
+    tables: dict[int, list[list[Cell]]] = {}
+    for row in bench.objects("categories", MOST_CATEGORIES):
         asked = row.whole("prompts")
         words = "" if asked is None else f"{asked:,} question{'s' * (asked != 1)}"
-        cells.append(
-            [
-                Cell(row.text("category", 40), words),
-                between(row.interval("block_efficiency")),
-                number(row.number("acceptance_rate")),
-                rate(row.interval("plain_token_rate")),
-                rate(row.interval("token_rate")),
-                between(row.interval("speedup")),
-            ]
-        )
-    headers = ["", "τ", "α", "plain tok/s", "tok/s", "x plain"]
-    return Table(headers, cells, title=name_of(length, "γ chosen block by block"))
+        cells = [
+            Cell(row.text("category", 40), words),
+            between(row.interval("block_efficiency")),
+            number(row.number("acceptance_rate")),
+            rate(row.interval("plain_token_rate")),
+            rate(row.interval("token_rate")),
+            between(row.interval("speedup")),
+        ]
+        tables.setdefault(row.whole("draft_length") or PLAIN, []).append(cells)
+    headers, chosen = ["", "τ", "α", "plain tok/s", "tok/s", "x plain"], "γ chosen block by block"
+    return [Table(headers, rows, title=name_of(length, chosen)) for length, rows in tables.items()]

@@ -288,7 +288,7 @@ def put(*path: Any) -> Callable[[Any], None]:
         (put("samples", 0, "parts", [["a", 1]]), "[text, true or false] is wanted"),
         (put("samples", [{}] * 7), "'samples' has 7 entries; at most 6 are read"),
         (put("engine", ["onnxruntime"]), "'engine' is ['onnxruntime']; a string is wanted"),
-        (put("threads", 10**400), "'threads' is 'a whole number beyond a float'"),
+        (put("threads", 10**400), "0…; a number of at most 9e+15 is wanted"),
         (put("runs", 0, "counts", "draft_seconds", -1), "'draft_seconds' is -1.0; 0 or more is wanted"),
         (put("runs", 0, "counts", "drafted", -1), "'drafted' is -1; 0 or more is wanted"),
     ],
