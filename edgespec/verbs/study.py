@@ -7,6 +7,7 @@ command: what is complete is skipped, what was under way goes on.
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,10 +94,12 @@ def run(given: dict[str, Any]) -> int:
 def _make(study: Study, out: Path, command: str, check: bool) -> None:
     """Run what is missing and write results.json."""
     import yaml
+    from edgespec_recipes.parallel import processes
     from edgespec_recipes.study.numbers import Numbers, results
-    from edgespec_recipes.study.runs import KEPT, Runs, check_alone, now
+    from edgespec_recipes.study.runs import KEPT, Runs
 
-    check_alone()
+    if processes.world() > 1:  # the runs of a study are many and small
+        raise InputError("edgespec study runs in one process; start it without torchrun")
     refuse_other(out, STUDY_FILE)
     write_text(out / STUDY_FILE, yaml.safe_dump(dump_study(study), sort_keys=False, allow_unicode=True))
     write_text(out / "command.txt", command + "\n")
@@ -116,7 +119,8 @@ def _make(study: Study, out: Path, command: str, check: bool) -> None:
         winner = numbers.ranking()[0]
         rows = numbers.check_rows(winner, runs.checked(winner, numbers.gammas[0]))
         checked = {"arm": winner, "rows": rows}
-    found = results(numbers, {"command": command, "date": now(), **about}, checked)
+    date = time.strftime("%Y-%m-%d")
+    found = results(numbers, {"command": command, "date": date, **about}, checked)
     write_text(out / RESULTS_FILE, compact_json(found))
 
 

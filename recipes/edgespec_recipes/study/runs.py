@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -50,7 +49,6 @@ from edgespec_recipes.data.data_check import check_data
 from edgespec_recipes.data.prompts import read_prompts
 from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.models.initialise import checkpoint_shape
-from edgespec_recipes.parallel import processes
 from edgespec_recipes.study.counts import Texts, count_drafters, read_texts, run_for_real, sample_texts
 from edgespec_recipes.target_names.resolve import resolve_target
 from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
@@ -378,13 +376,3 @@ class Runs:
             "recipe": to_mapping(study.recipe),
             "arms": arms,
         }
-
-
-def check_alone() -> None:
-    """Raise InputError under torchrun: the runs of a study are many and small, one process makes them."""
-    if processes.world() > 1:
-        raise InputError("edgespec study runs in one process; start it without torchrun")
-
-
-def now() -> str:
-    return time.strftime("%Y-%m-%d")
