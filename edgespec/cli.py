@@ -213,6 +213,10 @@ def settings(name: str, module: Any, flags: dict[str, Any]) -> Settings:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["__complete"]:  # the question of the scripts that `completion` prints
+        from edgespec.shell.offers import answer
+
+        return answer(arguments[1:])
     if not arguments or arguments[0].startswith("-"):
         overview = _overview()
         overview.parse_args(arguments)
