@@ -9,7 +9,6 @@ Knows shapes and rates; builds the same table of costs that `doctor` measures, s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,27 +25,6 @@ if TYPE_CHECKING:
 
 CONTEXT = 256
 """Tokens in the cache: an everyday chat's, where the doctor looks too."""
-ARITHMETIC = {
-    "laptop-cpu-x86": (
-        0.77e12,
-        "float32, 6 performance cores x 32 a cycle (AVX2) x 4 GHz: a Core Ultra 7 155H",
-    ),
-    "laptop-cpu-arm": (
-        5.8e12,
-        "int8, 12 cores x 128 a cycle (4 vector units, SDOT) x 3.8 GHz: a Snapdragon X Elite",
-    ),
-    "apple-silicon": (
-        1.8e12,
-        "int8, 4 performance cores x 128 a cycle (4 vector units, SDOT) x 3.5 GHz: an M2",
-    ),
-    "raspberry-pi": (0.61e12, "int8, 4 Cortex-A76 x 64 a cycle (2 vector units, SDOT) x 2.4 GHz"),
-    "intel-npu": (11e12, "int8, as Intel states for the NPU of Core Ultra, series 1"),
-    "qualcomm-npu": (45e12, "int8, as Qualcomm states for the NPU of Snapdragon X"),
-    "amd-npu": (50e12, "int8, as AMD states for the NPU of Ryzen AI 300"),
-}
-"""Operations a second (a multiply-add is two) of a device profile's processor, and what they are the arithmetic of: the number
-format of the profile's engine in exact mode (ONNX int4 multiplies in float32, llama.cpp's Q4_0 in int8).
-"""
 PAPER_TAU, PAPER_GAMMA = 2.3, 3
 """Block efficiency of direct alignment's drafter at γ = 3 (abstract: up to 2.3)."""
 PAPER_TOKENS = 600e9
@@ -82,11 +60,8 @@ class DeviceRates:
 
 def rates_of_profile(profile: Profile, share: float) -> DeviceRates:
     """Of a device nobody has measured here: `share` of what its memory and its units could do."""
-    flops, units = ARITHMETIC.get(profile.name, (math.inf, "arithmetic not counted"))
-    source = (
-        f"{share:.0%} of {profile.bandwidth_gb_s:g} GB/s ({profile.memory}) and of the arithmetic ({units})"
-    )
-    return DeviceRates(share * profile.bandwidth_gb_s * 1e9, share * flops, source)
+    source = f"{share:.0%} of {profile.bandwidth_gb_s:g} GB/s ({profile.memory}) and of the arithmetic ({profile.units})"
+    return DeviceRates(share * profile.bandwidth_gb_s * 1e9, share * profile.gflop_s * 1e9, source)
 
 
 def rates_of_machine(machine: Hardware) -> DeviceRates:

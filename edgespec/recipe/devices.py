@@ -27,7 +27,7 @@ FORMAT_OF = {ONNXRUNTIME: "onnx", LLAMACPP: "gguf", STATIC: "npu"}
 
 @dataclass(frozen=True)
 class Profile:
-    """One device. `context` in tokens, `memory_gib` in 2**30 bytes, `bandwidth_gb_s` in 10**9 bytes a second."""
+    """One device. `context` in tokens, `memory_gib` in 2**30 bytes, rates in 10**9 bytes and 10**9 operations a second."""
 
     title: str = knob(help="the device in words")
     engine: str = knob(help="what runs the pair there", choices=ENGINES)
@@ -37,6 +37,8 @@ class Profile:
     memory_gib: float = knob(help="memory the pair may take", at_least=0.1)
     bandwidth_gb_s: float = knob(help="memory bandwidth by arithmetic", at_least=0.1)
     memory: str = knob(help="the memory that bandwidth is of")
+    gflop_s: float = knob(help="operations a second by arithmetic", at_least=0.1)
+    units: str = knob(help="the processor units that these are of, and their number format")
     ran: str = knob(help="what was run where")
     onnx: tuple[str, ...] = knob((), "ONNX precisions that are written")
     gguf: tuple[str, ...] = knob((), "GGUF precisions that are written")

@@ -16,7 +16,6 @@ from paper_plan import DRAFTER, PAPER, TARGET, planned
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
 from edgespec.planning.plan_device import (
-    ARITHMETIC,
     CONTEXT,
     DeviceRates,
     budget,
@@ -78,11 +77,12 @@ def test_break_even_is_where_the_speedup_is_one() -> None:
 
 
 def test_every_profile_has_its_arithmetic() -> None:
-    assert set(profiles()) <= set(ARITHMETIC)
     for one in profiles().values():
         rates = rates_of_profile(one, 0.5)
         assert rates.bandwidth == one.bandwidth_gb_s * 5e8
+        assert rates.flops == pytest.approx(one.gflop_s * 5e8)
         assert one.memory in rates.source
+        assert one.units in rates.source
 
 
 def test_measured_costs_go_before_a_budget(
