@@ -77,6 +77,12 @@ def decoding_flops(shape: ModelShape, rows: float, prompt: float, new: float) ->
     return reading + forward_flops(shape, rows * new, prompt + (new + 1) / 2)
 
 
+def decoding_bytes(shape: ModelShape, each: float, rows: int, new: int) -> float:
+    """What `new` steps of `rows` rows read: the streamed weights, `each` bytes a weight, and the cache as far as it is filled."""
+    cache = FLOAT * cache_values(shape) * rows
+    return new * (each * shape.streamed_parameters + cache * (PROMPT_TOKENS + new / 2))
+
+
 def weight_bytes(shape: ModelShape) -> int:
     return FLOAT * shape.parameters
 

@@ -7,6 +7,7 @@ Prompts are not read; their length is assumed. One process; of a step only as mu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,14 +15,7 @@ from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
-from edgespec.planning.export_costs import (
-    building_bytes,
-    files_bytes,
-    files_of,
-    largest_passing,
-    rounding_bytes,
-)
-from edgespec.planning.verify_memory import verifying_bytes
+from edgespec.planning.export_costs import files_bytes, largest_passing, rounding_bytes, stages_bytes
 from edgespec.recipe.amounts import own_instructions, own_prompts, read_tokens
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import SAMPLINGS
@@ -63,6 +57,7 @@ class StageCost:
     """One stage: tokens that go through a model, FLOPs, bytes at the peak of memory, and on the disk.
 
     `disk`: what it leaves there at its largest. `passing`: what lies beside that at most, and is deleted before the stage ends.
+    `reading`: bytes of weights and caches that each of its processes reads for one token after another.
     """
 
     stage: str
@@ -71,6 +66,7 @@ class StageCost:
     memory: int
     disk: int
     passing: int = 0
+    reading: float = 0.0
 
     @property
     def folder(self) -> str:
@@ -162,7 +158,7 @@ def in_torch(recipe: Recipe) -> Recipe:
 
 def _here(cost: StageCost, how: InferenceOptions) -> StageCost:
     """What the target's run costs on this hardware: a server computes on its own."""
-    return replace(cost, flops=0.0, memory=0) if how.source == "server" else cost
+    return replace(cost, flops=0.0, memory=0, reading=0.0) if how.source == "server" else cost
 
 
 def _made_target() -> StageCost:
@@ -201,20 +197,22 @@ def writings(recipe: Recipe) -> list[Writing]:
     return [*found, Writing("generate", generate.prompts, generate.max_new_tokens)]
 
 
-def _written(recipe: Recipe, writing: Writing, target: ModelShape) -> StageCost:
-    length = PROMPT_TOKENS + writing.new
-    rows = min(recipe.generate.batch_size, writing.texts)
+def _written(recipe: Recipe, writing: Writing, target: ModelShape, processes: int) -> StageCost:
+    how, at_once, new = recipe.inference, recipe.generate.batch_size, writing.new
+    length, rows = PROMPT_TOKENS + new, min(at_once, writing.texts)
+    batches = math.ceil(writing.texts / (at_once * processes))
     cost = StageCost(
         writing.stage,
         writing.texts * length,
-        costs.decoding_flops(target, writing.texts, PROMPT_TOKENS, writing.new),
-        inference_bytes(recipe.inference, target)
+        costs.decoding_flops(target, writing.texts, PROMPT_TOKENS, new),
+        inference_bytes(how, target)
         + costs.cache_bytes(target, rows, length)
         + costs.sampling_bytes(target, rows)
         + costs.passing_activation_bytes(target, rows * PROMPT_TOKENS, PROMPT_TOKENS),
         ROW_BYTES * writing.texts * length,
+        reading=batches * costs.decoding_bytes(target, bytes_a_weight(how, target), at_once, new),
     )
-    return _here(cost, recipe.inference)
+    return _here(cost, how)
 
 
 def _states_bytes(recipe: Recipe, target: ModelShape) -> int:
@@ -248,12 +246,10 @@ def _read(
 def _distill(
     stage: str,
     options: DistillOptions,
+    recipe: Recipe,
     target: ModelShape,
     drafter: ModelShape,
-    how: InferenceOptions,
-    *,
     processes: int,
-    text_disk: bool = False,
 ) -> StageCost:
     """The drafter's training, and what it is held against.
 
@@ -289,7 +285,7 @@ def _distill(
     if options.watch_steps:
         watched = passes * (options.steps // options.watch_steps) * options.watch_rows * context
         flops += sum(costs.forward_flops(model, watched, context) for model in (*runs, drafter))
-    memory = inference_bytes(how, target) - costs.weight_bytes(target)
+    memory = inference_bytes(recipe.inference, target) - costs.weight_bytes(target)
     if not runs:
         memory = costs.FLOAT * target.embedding_parameters
     memory += round(live * later) * target.hidden * costs.FLOAT
@@ -298,7 +294,8 @@ def _distill(
         rows = max(1, at_once // length)
         flops += costs.forward_flops(drafter, student * tokens, length)
         memory += costs.cache_bytes(drafter, rows, length) + costs.sampling_bytes(drafter, rows)
-    disk = _id_bytes(drafter) * options.text_fraction * tokens if text_disk else 0.0
+    own_text = stage == "distill" and not recipe.pretrain.steps
+    disk = _id_bytes(drafter) * options.text_fraction * tokens if own_text else 0.0
     if options.keep_steps:
         disk += options.steps // options.keep_steps * costs.weight_bytes(drafter)
     judges = [*runs, *([drafter] if selects else [])]
@@ -309,10 +306,10 @@ def _distill(
 
 def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
     """Plain decoding, teacher forcing, and speculation at every draft length γ: γ draft steps and γ + 1 positions a token."""
-    options = recipe.evaluate
-    length, prompts = PROMPT_TOKENS + options.max_new_tokens, options.prompts
-    new = prompts * options.max_new_tokens
-    flops = costs.decoding_flops(target, prompts, PROMPT_TOKENS, options.max_new_tokens)
+    options, how = recipe.evaluate, in_torch(recipe).inference
+    longest, prompts = options.max_new_tokens, options.prompts
+    length, new = PROMPT_TOKENS + longest, prompts * longest
+    flops = costs.decoding_flops(target, prompts, PROMPT_TOKENS, longest)
     tokens = prompts * length
     for model, extra in ((target, 1), (drafter, 0)):
         checked = new * sum(gamma + extra for gamma in options.draft_lengths)
@@ -322,10 +319,17 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageC
         )
         tokens += EVALUATED * (checked + read)
     rows = min(options.batch_size, prompts)
-    memory = inference_bytes(in_torch(recipe).inference, target) + costs.weight_bytes(drafter)
+    memory = inference_bytes(how, target) + costs.weight_bytes(drafter)
     memory += sum(costs.cache_bytes(model, rows, length) for model in (target, drafter))
     memory += costs.sampling_bytes(target, 2 * rows * (max(options.draft_lengths) + 1))
-    return StageCost("evaluate", len(SAMPLINGS) * tokens, len(SAMPLINGS) * flops, memory, 0)
+    plain, drafted = (
+        costs.decoding_bytes(model, each, options.batch_size, longest)
+        for model, each in ((target, bytes_a_weight(how, target)), (drafter, costs.FLOAT))
+    )
+    speculative = sum(plain + (gamma + 1) * drafted for gamma in options.draft_lengths)
+    reading = math.ceil(prompts / options.batch_size) * (plain + EVALUATED * speculative)
+    times = len(SAMPLINGS)
+    return StageCost("evaluate", times * tokens, times * flops, memory, 0, reading=times * reading)
 
 
 def estimate(
@@ -342,13 +346,13 @@ def estimate(
     `recipe` is what one of the processes meets (plan_stages.for_processes); `own` as of `files_bytes`, `alike` as of
     `costs.building_bytes`. Raises InputError where a teacher's shape is not known here.
     """
-    distill, how, head = recipe.distill, recipe.inference, recipe.drafter.kind == "head"
+    distill, head = recipe.distill, recipe.drafter.kind == "head"
     positions = recipe.generate.prompts * recipe.generate.max_new_tokens
     stored, position = distill.target_side == "stored", stored_position_bytes(target, distill.stored_top_k)
     stages = [_made_target()] if recipe.target == TINY_CHAT else []
     if recipe.tune.steps:
         stages.append(_tune(recipe, target))
-    *first, answers = (_written(recipe, writing, target) for writing in writings(recipe))
+    *first, answers = (_written(recipe, writing, target, processes) for writing in writings(recipe))
     stages += first
     if recipe.pretrain.steps and not head:
         text = _id_bytes(drafter) * _steps_tokens(recipe.pretrain)
@@ -360,7 +364,7 @@ def estimate(
     again = head and recipe.drafter.features == THREE
     if head and not again:  # kept while the target writes
         answers = replace(answers, disk=answers.disk + states * answers.tokens)
-    elif stored and not head and how.source == "file":  # its distributions too
+    elif stored and not head and recipe.inference.source == "file":  # its distributions too
         answers = replace(answers, disk=answers.disk + position * positions)
     stages.append(answers)
     if again:
@@ -371,27 +375,23 @@ def estimate(
         stages.append(_read(in_torch(recipe), target, READ, tokens, states * tokens))
     if distill.against:
         # the file is made, and the folder has the weights once more
-        memory, passing = rounding_bytes(target, distill.against, alike=alike)
-        stages.append(StageCost(ROUNDED, 0, 0.0, memory, costs.weight_bytes(target), passing))
+        rounding, beside = rounding_bytes(target, distill.against, alike=alike)
+        stages.append(StageCost(ROUNDED, 0, 0.0, rounding, costs.weight_bytes(target), beside))
     if stored and not head:
         kept = position * positions
         stages.append(_read(recipe, target, "store", answers.tokens, kept, logits=positions))
     if distill.select_fraction < 1 and recipe.reference.steps:
         options = reference_options(recipe)
-        stages.append(_distill("reference", options, target, drafter, how, processes=processes))
+        stages.append(_distill("reference", options, recipe, target, drafter, processes))
     if distill.steps:
-        text_disk = not recipe.pretrain.steps
-        stages.append(
-            _distill("distill", distill, target, drafter, how, processes=processes, text_disk=text_disk)
-        )
+        stages.append(_distill("distill", distill, recipe, target, drafter, processes))
     export, files = recipe.export, files_bytes(recipe.export, (target, drafter), own)
-    building, passing = building_bytes(export, target, alike=alike), largest_passing(export, target, own)
+    memory, passing = stages_bytes(export, target, alike=alike), largest_passing(export, target, own)
     checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)
-    read_back = export.verify_prompts, export.answer_replies
     return [
         *stages,
         _evaluate(recipe, target, drafter),
-        StageCost("export", 0, 0.0, building, files, passing),
-        StageCost("verify", 0, 0.0, verifying_bytes(target, files_of(export), *read_back, alike=alike), 0),
+        StageCost("export", 0, 0.0, memory["export"], files, passing),
+        StageCost("verify", 0, 0.0, memory["verify"], 0),
         StageCost("pack", 0, 0.0, 0, files + checkpoint),  # the bundle's copies
     ]

@@ -1,6 +1,7 @@
 """What an export takes: bytes of its files and of what lies beside them meanwhile, and the memory to make and verify them.
 
-Arithmetic on shapes and on what a recipe exports.
+Verify has the target in torch twice, as itself and with a file's weights, or one layer of it at a time. Arithmetic on shapes and
+on what a recipe exports.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
-from edgespec.planning.devices_fit import LOADED, STATIC_GRAPHS
+from edgespec.planning.devices_fit import FLOATS, LOADED, STATIC_GRAPHS, floats_bytes
 from edgespec.recipe.devices import FORMAT_OF, LLAMACPP, ONNXRUNTIME, STATIC
 from edgespec.recipe.precisions import MIXED, PRECISIONS, beside_own
 from edgespec.recipe.schema import ExportOptions
@@ -21,6 +22,10 @@ MADE_FROM = {
     **{(STATIC, name): "fp32" for name in ("qdq8", "qdq16")},
 }
 """Files that are made from another one of the same model, which is then deleted."""
+REPLY_TOKENS = 64
+"""Tokens of a reply, as replies.py in export has them."""
+TABLES, LAYERS = 4, 3
+"""Float copies of the vocabulary's table and of a layer while a file is read back: packed, expanded, turned, in torch."""
 
 
 def files_bytes(export: ExportOptions, models: Iterable[ModelShape], own: int | None = None) -> int:
@@ -72,13 +77,22 @@ def building_bytes(export: ExportOptions, target: ModelShape, *, alike: bool) ->
     The largest that is built, the float model that tells mixed bits, or the static graphs in floats, which run to find the ranges
     of integers. `alike` as of `costs.building_bytes`.
     """
-    floats = {"fp32"} if {*export.npu} - {"fp32"} else ()
+    floats = [(STATIC, "fp32")] if {*export.npu} - {"fp32"} else []
     chosen = {*export.onnx, *export.gguf} & {*MIXED.values()}
     return max(
         costs.building_bytes(target, export.onnx, alike=alike),
         costs.weight_bytes(target) if chosen or export.npu else 0,
-        _opened_bytes(target, floats),
+        opened_bytes(target, floats),
     )
+
+
+def stages_bytes(export: ExportOptions, target: ModelShape, *, alike: bool) -> dict[str, int]:
+    """Memory of the stages that make and verify the files, by name; `alike` as of both."""
+    read_back = export.verify_prompts, export.answer_replies
+    return {
+        "export": building_bytes(export, target, alike=alike),
+        "verify": verifying_bytes(target, files_of(export), *read_back, alike=alike),
+    }
 
 
 def rounding_bytes(target: ModelShape, precision: str, *, alike: bool) -> tuple[int, int]:
@@ -89,7 +103,45 @@ def rounding_bytes(target: ModelShape, precision: str, *, alike: bool) -> tuple[
     return memory, costs.file_bytes(target, *file) + passing_bytes(target, *file)
 
 
-def _opened_bytes(target: ModelShape, static: Iterable[str]) -> int:
-    """Memory of the largest of the target's static exports when it runs; 0 for none."""
-    largest = max((costs.file_bytes(target, STATIC, precision) for precision in static), default=0)
-    return round(LOADED * STATIC_GRAPHS * largest)
+def verifying_bytes(
+    target: ModelShape, files: Iterable[tuple[str, str]], prompts: int, replies: int, *, alike: bool
+) -> int:
+    """Memory that verify needs at least. `files`: (engine, precision) of the target's.
+
+    `alike`: its layers are, so that one at a time is enough where memory is short.
+    """
+    opened = opened_bytes(target, files)
+    whole = whole_bytes(target, prompts, opened)
+    return min(whole, streamed_bytes(target, prompts, replies, opened)) if alike else whole
+
+
+def whole_bytes(target: ModelShape, prompts: int, opened: int) -> int:
+    """The float model and one file's weights as floats, or a file that runs; `opened`: the memory of the largest."""
+    weights = costs.weight_bytes(target)
+    return weights + max(weights, opened) + _logits_bytes(target, prompts)
+
+
+def streamed_bytes(target: ModelShape, prompts: int, replies: int, opened: int) -> int:
+    """One layer and the tables, beside a file that runs: that one writes the replies which the model reads."""
+    read = TABLES * target.embedding_parameters + LAYERS * target.layer_parameters
+    kept = REPLY_TOKENS * replies * target.vocab_size
+    return costs.FLOAT * (read + kept) + opened + _logits_bytes(target, prompts)
+
+
+def opened_bytes(target: ModelShape, files: Iterable[tuple[str, str]]) -> int:
+    """Memory of the largest of the target's files, (engine, precision), when it runs; of a type unknown here as of 8 bits."""
+    return max((_opened(target, *file) for file in files), default=0)
+
+
+def _opened(target: ModelShape, engine: str, precision: str) -> int:
+    if engine == ONNXRUNTIME and precision in FLOATS:
+        return floats_bytes(target, precision)
+    known = precision if precision in costs.EXPORTED_BYTES else "q8_0"
+    times = LOADED * (STATIC_GRAPHS if engine == STATIC else 1)
+    return round(times * costs.file_bytes(target, engine, known))
+
+
+def _logits_bytes(target: ModelShape, prompts: int) -> int:
+    """Those of both in torch and of the file in its engine, and three times those of the one prompt that the file reads in other
+    passes."""
+    return costs.FLOAT * target.vocab_size * costs.PROMPT_TOKENS * (3 * prompts + 3)

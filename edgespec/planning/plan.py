@@ -17,8 +17,7 @@ from edgespec.model_folder.head import shape_of_drafter
 from edgespec.planning.devices_fit import Fit, fit, fitting
 from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, is_this_machine, parse, this_machine
 from edgespec.planning.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
-from edgespec.planning.plan_report import Plan
-from edgespec.planning.plan_stages import Assumed, stage_times, storage, usable
+from edgespec.planning.plan_stages import StageTime, Storage, stage_times, storage, usable
 from edgespec.recipe.devices import device_of
 from edgespec.recipe.drafter import DrafterShape, continued_head, derive
 from edgespec.recipe.read import read_recipe
@@ -76,51 +75,66 @@ def read_options(given: dict[str, Any]) -> tuple[PlanOptions, Recipe]:
     return replace(options, recipe=file.stem if file else ""), recipe
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Everything the report says.
+
+    `hardware` counts the devices that can share the work, of those `offered`; `fit`: the device's memory, where it is a profile;
+    `ways`: how the pair could run there.
+    """
+
+    options: PlanOptions
+    recipe: Recipe
+    target: ModelShape
+    drafter: DrafterShape
+    hardware: Hardware
+    offered: int
+    stages: tuple[StageTime, ...]
+    storage: Storage
+    fit: Fit | None
+    ways: tuple[Way, ...]
+
+    @property
+    def device(self) -> str:
+        """Where the pair is to run, in words."""
+        return self.recipe.device or THIS_MACHINE
+
+    @property
+    def measured(self) -> bool:
+        return any(way.measured for way in self.ways)
+
+
 def make(recipe: Recipe, options: PlanOptions) -> Plan:
     """Raises InputError: an unknown target, GPU or device, or a target whose shape is not known here."""
     target = shape_of_target(recipe.target)
-    if recipe.drafter.init == "checkpoint" and recipe.drafter.kind == "model":
-        found = find_shape(recipe.drafter.checkpoint) if Path(recipe.drafter.checkpoint).is_dir() else None
-        if found is None:
-            raise InputError(
-                f"drafter.checkpoint {recipe.drafter.checkpoint!r} is no folder; give a model folder"
-            )
-        drafter = DrafterShape(**vars(found))
-    elif recipe.drafter.init == "checkpoint":
-        head = shape_of_drafter(Path(recipe.drafter.checkpoint))
-        drafter = continued_head(target, head, recipe.drafter)
-    else:
-        drafter = derive(target, recipe.drafter)
+    drafter = _drafter(recipe, target)
     recipe = fitting(recipe, target, drafter)
     given = parse(options.gpus)
     hardware = replace(given, count=usable(recipe, given.count))
-    assumed = Assumed(options.mfu, options.bandwidth_share)
-    stages = tuple(stage_times(recipe, target, drafter, hardware, assumed))
+    stages = tuple(stage_times(recipe, target, drafter, hardware, options.mfu, options.bandwidth_share))
     known = TARGETS.get(recipe.target)
     hub = known.repo is not None if known else is_hub_id(recipe.target) and not Path(recipe.target).is_dir()
     hub = hub and gguf_of(recipe.target) is None
-    machine = hardware if hardware.name == THIS_MACHINE else None
-    room, ways = _device(recipe, options.bandwidth_share, target, drafter, machine)
-    return Plan(
-        recipe=recipe,
-        recipe_name=options.recipe,
-        recipes=recipes_for(recipe.target),
-        target=target,
-        drafter=drafter,
-        hardware=hardware,
-        offered=given.count,
-        assumed=assumed,
-        stages=stages,
-        storage=storage(stages, target, hub=hub),
-        device=recipe.device or THIS_MACHINE,
-        fit=room,
-        ways=tuple(ways),
-        alphas=options.alphas,
-    )
+    stored = storage(stages, target, hub=hub)
+    room, ways = _device(recipe, options.bandwidth_share, target, drafter, hardware)
+    return Plan(options, recipe, target, drafter, hardware, given.count, stages, stored, room, tuple(ways))
+
+
+def _drafter(recipe: Recipe, target: ModelShape) -> DrafterShape:
+    """The drafter that the recipe trains. Raises InputError where it is to start from a checkpoint that is none."""
+    options, checkpoint = recipe.drafter, Path(recipe.drafter.checkpoint)
+    if options.init != "checkpoint":
+        return derive(target, options)
+    if options.kind == "head":
+        return continued_head(target, shape_of_drafter(checkpoint), options)
+    found = find_shape(options.checkpoint) if checkpoint.is_dir() else None
+    if found is None:
+        raise InputError(f"drafter.checkpoint {options.checkpoint!r} is no folder; give a model folder")
+    return DrafterShape(**vars(found))
 
 
 def _device(
-    recipe: Recipe, share: float, target: ModelShape, drafter: ModelShape, machine: Hardware | None
+    recipe: Recipe, share: float, target: ModelShape, drafter: ModelShape, hardware: Hardware
 ) -> tuple[Fit | None, list[Way]]:
     """The profile's room for the pair, and the ways to run it: measured ones where this machine is asked for and has any."""
     one = device_of(recipe)
@@ -130,7 +144,7 @@ def _device(
         return fit(one, target, drafter), [way]
     ways = measured(target, drafter)
     if not ways:
-        rates = rates_of_machine(machine or this_machine())
+        rates = rates_of_machine(hardware if hardware.name == THIS_MACHINE else this_machine())
         ways = [budget(target, drafter, engine, precision, rates) for engine, precision in UNMEASURED]
     return None, ways
 

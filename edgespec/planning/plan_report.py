@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from edgespec.core.metrics import acceptance_rate_of, predicted_block_efficiency
-from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size, count, duration, table
-from edgespec.planning.devices_fit import Fit
 from edgespec.planning.estimate import PROMPT_TOKENS
-from edgespec.planning.hardware import THIS_MACHINE, Hardware
+from edgespec.planning.hardware import THIS_MACHINE
+from edgespec.planning.plan import Plan, recipes_for
 from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, PAPER_TOKENS, Way, fastest
-from edgespec.planning.plan_stages import TRAININGS, Assumed, StageTime, Storage, own_bytes
-from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
+from edgespec.planning.plan_stages import TRAININGS, own_bytes
+from edgespec.recipe.drafter import cost_ratios, derive, describe
 from edgespec.recipe.precisions import beside_own
-from edgespec.recipe.schema import DrafterOptions, Recipe
+from edgespec.recipe.schema import DrafterOptions
 
 LENGTHS = (1, 2, 3, 4, 5, 7)
 QUIET = 0.85
@@ -23,34 +22,6 @@ QUIET = 0.85
 WORTH, HARDLY = 1.3, 1.05
 """Speed-ups from which a drafter is called worth it, and below which it is called not worth it."""
 DAY, YEAR = 86400.0, 365.25 * 86400.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything the report says.
-
-    `hardware` counts the devices that can share the work, of those `offered`; `fit`: the device's memory, where it is a profile;
-    `ways`: how the pair could run there; `recipes`: shipped ones for this target.
-    """
-
-    recipe: Recipe
-    recipe_name: str
-    recipes: tuple[str, ...]
-    target: ModelShape
-    drafter: DrafterShape
-    hardware: Hardware
-    offered: int
-    assumed: Assumed
-    stages: tuple[StageTime, ...]
-    storage: Storage
-    device: str
-    fit: Fit | None
-    ways: tuple[Way, ...]
-    alphas: tuple[float, ...]
-
-    @property
-    def measured(self) -> bool:
-        return any(way.measured for way in self.ways)
 
 
 def span(seconds: float) -> str:
@@ -79,9 +50,9 @@ def _cost_of_drafting(plan: Plan) -> str:
     lines = [
         f"A drafter step costs c = {ratios['parameters']:.2%} of the target's by parameters (the paper's c) and "
         f"{ratios['streamed']:.2%} by weights streamed.",
-        f"Recipe: {plan.recipe_name or 'the defaults'}.",
+        f"Recipe: {plan.options.recipe or 'the defaults'}.",
     ]
-    others = [name for name in plan.recipes if name != plan.recipe_name]
+    others = [name for name in recipes_for(plan.recipe.target) if name != plan.options.recipe]
     if others:
         lines.append(f"Recipes made for this target: {', '.join(others)} (--recipe NAME).")
     return "\n".join(lines)
@@ -119,8 +90,8 @@ def _assumptions(plan: Plan) -> list[str]:
     one = plan.hardware
     if not one.measured:
         lines.append(
-            f"Assumed: training reaches {plan.assumed.mfu:.0%} of those FLOP/s (--mfu), decoding {plan.assumed.bandwidth:.0%} of "
-            "the bandwidth (--bandwidth-share)."
+            f"Assumed: training reaches {plan.options.mfu:.0%} of those FLOP/s (--mfu), decoding "
+            f"{plan.options.bandwidth_share:.0%} of the bandwidth (--bandwidth-share)."
         )
     elif one.free < QUIET:
         lines.append(
@@ -152,30 +123,22 @@ def _storage(plan: Plan) -> str:
 
 def _way(plan: Plan, way: Way) -> str:
     """One engine and precision on the device: what each γ costs and gives."""
-    at, rows = way.at, list[tuple[str, ...]]()
+    at, rates = way.at, plan.options.alphas
+    rows: list[tuple[str, ...]] = []
     for length in [length for length in LENGTHS if length <= at.most]:
         alpha = at.break_even(length)
-        cells = [
-            f"{at.speedup(rate, length):.2f} ({way.memory_bound(rate, length):.2f})" for rate in plan.alphas
-        ]
+        cells = [f"{at.speedup(rate, length):.2f} ({way.memory_bound(rate, length):.2f})" for rate in rates]
         pays = "never" if alpha is None else f"{alpha:.2f}"
         rows.append((f"γ = {length}", f"{at.v(length + 1):.2f}", pays, *cells))
-    best = [at.best(rate) for rate in plan.alphas]
+    best = [at.best(rate) for rate in rates]
     rows.append(("best", "", "", *(f"{gain:.2f} at γ = {length}" for length, gain in best)))
-    headers = ("", "v(γ+1)", "break-even α", *(f"α = {rate:g}" for rate in plan.alphas))
-    kind = (
-        f"Measured: {way.where}."
-        if way.measured
-        else f"A budget, what an ideal engine reaches with {way.where}."
-    )
-    return "\n".join(
-        [
-            f"On {plan.device}, {way.name}: {at.plain_rate:.3g} plain tokens a second, a drafter step costs "
-            f"{at.c_t:.3f} of one.",
-            kind,
-            f"Speed-up over plain decoding; in brackets MBSU, what memory alone would allow (c by bytes {way.byte_ratio:.2%}):",
-            table(headers, rows),
-        ]
+    headers = ("", "v(γ+1)", "break-even α", *(f"α = {rate:g}" for rate in rates))
+    kind = "Measured:" if way.measured else "A budget, what an ideal engine reaches with"
+    return (
+        f"On {plan.device}, {way.name}: {at.plain_rate:.3g} plain tokens a second, a drafter step costs {at.c_t:.3f} of one.\n"
+        f"{kind} {way.where}.\n"
+        f"Speed-up over plain decoding; in brackets MBSU, what memory alone would allow (c by bytes {way.byte_ratio:.2%}):\n"
+        f"{table(headers, rows)}"
     )
 
 
@@ -255,9 +218,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "target": {"name": plan.recipe.target, **asdict(plan.target), "parameters": plan.target.parameters},
         "drafter": {**asdict(plan.drafter), "parameters": plan.drafter.parameters},
         "cost_ratios": cost_ratios(plan.target, plan.drafter),
-        "recipe": plan.recipe_name,
+        "recipe": plan.options.recipe,
         "hardware": asdict(plan.hardware) | {"offered": plan.offered},
-        "assumed": asdict(plan.assumed),
+        "assumed": {"mfu": plan.options.mfu, "bandwidth": plan.options.bandwidth_share},
         "stages": [asdict(stage) for stage in plan.stages],
         "storage": asdict(plan.storage) | {"total": plan.storage.total},
         "device": {
@@ -271,7 +234,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _way_json(plan: Plan, way: Way) -> dict[str, Any]:
-    at = way.at
+    at, rates = way.at, plan.options.alphas
     return {
         "name": way.name,
         "measured": way.measured,
@@ -285,13 +248,11 @@ def _way_json(plan: Plan, way: Way) -> dict[str, Any]:
                 "gamma": length,
                 "v": at.v(length + 1),
                 "break_even_alpha": at.break_even(length),
-                "tau": {str(rate): predicted_block_efficiency(rate, length) for rate in plan.alphas},
-                "speedup": {str(rate): at.speedup(rate, length) for rate in plan.alphas},
-                "mbsu": {str(rate): way.memory_bound(rate, length) for rate in plan.alphas},
+                "tau": {str(rate): predicted_block_efficiency(rate, length) for rate in rates},
+                "speedup": {str(rate): at.speedup(rate, length) for rate in rates},
+                "mbsu": {str(rate): way.memory_bound(rate, length) for rate in rates},
             }
             for length in LENGTHS
         ],
-        "best": {
-            str(rate): dict(zip(("gamma", "speedup"), at.best(rate), strict=True)) for rate in plan.alphas
-        },
+        "best": {str(rate): dict(zip(("gamma", "speedup"), at.best(rate), strict=True)) for rate in rates},
     }

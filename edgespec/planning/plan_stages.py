@@ -12,19 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec.core.shapes import ModelShape
-from edgespec.planning import costs
-from edgespec.planning.estimate import (
-    EVALUATED,
-    PROMPT_TOKENS,
-    StageCost,
-    bytes_a_weight,
-    disk_peak,
-    estimate,
-    in_torch,
-    writings,
-)
+from edgespec.planning.estimate import StageCost, disk_peak, estimate
 from edgespec.planning.hardware import Hardware
-from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
     READ,
     ROUNDED,
@@ -38,7 +27,9 @@ from edgespec.recipe.schema import (
 from edgespec.recipe.targets import gguf_of, has_alike_layers
 
 TRAININGS = ("tune", "pretrain", "reference", "distill")
-TOGETHER = (*TRAININGS, SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "generate", STATES, READ, "store")
+WRITING = (SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "generate")
+"""Stages in which the target writes."""
+TOGETHER = (*TRAININGS, *WRITING, STATES, READ, "store")
 """Stages that all processes work on; the others are one process's."""
 ON_HOST = (ROUNDED, "export", "verify", "pack")
 """Stages that take the machine's memory and not an accelerator's."""
@@ -58,14 +49,6 @@ class StageTime:
     memory: int
     fits: bool
     binds: str
-
-
-@dataclass(frozen=True)
-class Assumed:
-    """`mfu`: share of the peak FLOP/s that training reaches; `bandwidth`: share of the bandwidth that decoding reaches."""
-
-    mfu: float
-    bandwidth: float
 
 
 def for_processes(recipe: Recipe, processes: int) -> Recipe:
@@ -107,18 +90,24 @@ def usable(recipe: Recipe, count: int) -> int:
 
 
 def stage_times(
-    recipe: Recipe, target: ModelShape, drafter: ModelShape, hardware: Hardware, assumed: Assumed
+    recipe: Recipe,
+    target: ModelShape,
+    drafter: ModelShape,
+    hardware: Hardware,
+    mfu: float,
+    bandwidth_share: float,
 ) -> list[StageTime]:
-    """Every stage in order. FLOPs of a stage are all processes' together; its memory is one process's."""
-    processes, mfu, share = hardware.count, assumed.mfu, assumed.bandwidth
+    """Every stage in order. FLOPs of a stage are all processes' together; its memory is one process's.
+
+    `mfu`: share of the peak FLOP/s that training reaches; `bandwidth_share`: of the bandwidth that decoding reaches.
+    """
     if hardware.measured:
-        mfu = share = 1.0  # a measured rate is no peak
-    stages = stages_of(recipe, target, drafter, processes)
+        mfu = bandwidth_share = 1.0  # a measured rate is no peak
     found = []
-    for cost in stages:
-        devices = processes if cost.stage in TOGETHER else 1
+    for cost in stages_of(recipe, target, drafter, hardware.count):
+        devices = hardware.count if cost.stage in TOGETHER else 1
         computing = cost.flops / (devices * hardware.flops * mfu)
-        reading = _bytes_in_turn(cost.stage, recipe, target, drafter, devices) / (hardware.bandwidth * share)
+        reading = cost.reading / (hardware.bandwidth * bandwidth_share)
         read = max(cost.memory, PUBLISHED_BYTES * target.parameters) if cost.memory else 0
         writing = (cost.disk + cost.passing + read) / DISK_RATE if cost.stage in ON_HOST else 0.0
         seconds, binds = max((computing, "arithmetic"), (reading, "memory"), (writing, "disk"))
@@ -126,37 +115,6 @@ def stage_times(
         fits = elsewhere or not hardware.memory or cost.memory <= hardware.memory
         found.append(StageTime(cost, devices, seconds, cost.memory, fits, binds))
     return found
-
-
-def _bytes_in_turn(
-    stage: str, recipe: Recipe, target: ModelShape, drafter: ModelShape, devices: int
-) -> float:
-    """Bytes that one device reads token by token: the weights at every step, and the cache as far as it is filled by then."""
-    how = recipe.inference
-    for writing in writings(recipe):
-        if stage == writing.stage:
-            if how.source == "server":
-                return 0.0
-            rows = recipe.generate.batch_size
-            batches = math.ceil(writing.texts / (rows * devices))
-            return batches * _decoding_bytes(target, bytes_a_weight(how, target), rows, writing.new)
-    if stage == "evaluate":
-        options = recipe.evaluate
-        batches, new = math.ceil(options.prompts / options.batch_size), options.max_new_tokens
-        each = bytes_a_weight(in_torch(recipe).inference, target)
-        plain = _decoding_bytes(target, each, options.batch_size, new)
-        speculative = sum(
-            plain + (gamma + 1) * _decoding_bytes(drafter, costs.FLOAT, options.batch_size, new)
-            for gamma in options.draft_lengths
-        )
-        return len(SAMPLINGS) * batches * (plain + EVALUATED * speculative)
-    return 0.0
-
-
-def _decoding_bytes(shape: ModelShape, each: float, rows: int, new: int) -> float:
-    """Of `new` steps of a batch: all streamed weights, `each` bytes a weight, and keys and values of the tokens so far."""
-    cache = costs.FLOAT * costs.cache_values(shape) * rows
-    return new * (each * shape.streamed_parameters + cache * (PROMPT_TOKENS + new / 2))
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,13 @@ from edgespec.planning.plan_stages import (
     PUBLISHED_BYTES,
     TOGETHER,
     TRAININGS,
+    WRITING,
     stages_of,
     trainings,
     usable,
 )
 from edgespec.recipe.drafter import derive
-from edgespec.recipe.schema import SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
+from edgespec.recipe.schema import Recipe
 from edgespec.recipe.targets import TARGETS, TINY_CHAT, find_shape, gguf_of, is_hub_id
 from edgespec.shell.environment import HOME, cache_folder
 from edgespec.stages.own_gguf import expanded
@@ -37,8 +38,6 @@ from edgespec.stages.stage import STAGE_FILE
 
 RUNNING = 400 * 2**20
 """Bytes of the interpreter with torch and its libraries, measured as resident memory after importing them."""
-WRITING = (SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "generate")
-"""Stages in which the target writes."""
 WITHOUT_WRITER = ("target", "tune", "pretrain", *ON_HOST)
 """Stages that do not run the target as the recipe's `inference` says."""
 
@@ -60,16 +59,12 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a target takes of a disk before the first stage: bytes in `place`, which the variable `home` moves."""
+    """What a target takes of a disk before the first stage: bytes in `place`. `cure`: what moves it."""
 
     what: str
     bytes: int
     place: Path
-    home: str
-
-    @property
-    def cure(self) -> str:
-        return f"{self.home} on another disk"
+    cure: str
 
     def shortage(self) -> Shortage | None:
         free = free_disk(self.place)
@@ -223,12 +218,13 @@ def _fetched(name: str, out: Path, target: ModelShape) -> Fetched | None:
     place = Path(constants.HF_HUB_CACHE)
     if any((place / f"models--{repo.replace('/', '--')}").glob("snapshots/*/*.safetensors")):
         return None  # there, or under way: what is left of it cannot be told without the hub
-    return Fetched(f"the download of {repo}", PUBLISHED_BYTES * target.parameters, place, "HF_HOME")
+    size = PUBLISHED_BYTES * target.parameters
+    return Fetched(f"the download of {repo}", size, place, "HF_HOME on another disk")
 
 
 def expansion(name: str | Path, size: int) -> Fetched:
     """The weights of a GGUF file as a model folder of `size` bytes."""
-    return Fetched(f"the expanded weights of {name}", size, cache_folder(), HOME)
+    return Fetched(f"the expanded weights of {name}", size, cache_folder(), f"{HOME} on another disk")
 
 
 def told(found: Sequence[Shortage]) -> str:

@@ -25,9 +25,8 @@ from edgespec.core.table import byte_size
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.model_folder.licence import licence_in
 from edgespec.planning import costs
-from edgespec.planning.export_costs import building_bytes, files_bytes, files_of, passing_bytes
+from edgespec.planning.export_costs import files_bytes, passing_bytes, stages_bytes
 from edgespec.planning.preflight import check_memory
-from edgespec.planning.verify_memory import verifying_bytes
 from edgespec.recipe.devices import FORMATS, profile
 from edgespec.recipe.precisions import MIXED, PRECISIONS, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
@@ -140,12 +139,7 @@ class Export(ExportStages):
         """Bytes that the stages need which are not done."""
         from edgespec_export.onnx.by_layers import are_alike
 
-        export, alike = self.recipe.export, are_alike(self.source.target.folder)
-        counts = export.verify_prompts, export.answer_replies
-        needed = {
-            "export": building_bytes(export, target, alike=alike),
-            "verify": verifying_bytes(target, files_of(export), *counts, alike=alike),
-        }
+        needed = stages_bytes(self.recipe.export, target, alike=are_alike(self.source.target.folder))
         return {stage: each for stage, each in needed.items() if not (self.out / stage / STAGE_FILE).exists()}
 
     def _responses(self) -> Path:

@@ -15,7 +15,6 @@ from edgespec.planning.export_costs import passing_bytes
 from edgespec.planning.hardware import GIB, Hardware
 from edgespec.planning.plan_stages import (
     TOGETHER,
-    Assumed,
     StageTime,
     for_processes,
     stage_times,
@@ -24,14 +23,14 @@ from edgespec.planning.plan_stages import (
 )
 from edgespec.recipe.read import resolve
 
-ASSUMED = Assumed(mfu=0.5, bandwidth=0.25)
+SHARES = 0.5, 0.25  # of arithmetic and of bandwidth
 ROUND = Hardware("round", 4, 1e12, 1e11, 64 * GIB)
 
 
 def timed(values: dict[str, Any], hardware: Hardware = ROUND) -> dict[str, StageTime]:
     """Every stage of a recipe by name."""
     recipe = resolve({"target": "x", **values}, {})
-    return {time.cost.stage: time for time in stage_times(recipe, TARGET, DRAFTER, hardware, ASSUMED)}
+    return {time.cost.stage: time for time in stage_times(recipe, TARGET, DRAFTER, hardware, *SHARES)}
 
 
 def test_training_time_is_flops_over_the_share_of_the_peak_of_all() -> None:

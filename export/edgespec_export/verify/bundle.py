@@ -20,8 +20,8 @@ from edgespec.core.output import json_knob, write_result
 from edgespec.core.texts import draws, harmless
 from edgespec.model_folder.check import check_model, shape_in
 from edgespec.model_folder.head import is_head, shape_of_drafter
+from edgespec.planning.export_costs import verifying_bytes
 from edgespec.planning.preflight import check_memory
-from edgespec.planning.verify_memory import verifying_bytes
 from edgespec.recipe.devices import ENGINES
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.stage import STAGE_FILE

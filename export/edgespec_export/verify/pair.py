@@ -31,7 +31,7 @@ from edgespec.core.manifest import ROLES
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import corrected_ids, read_config
 from edgespec.model_folder.head import JOINING, head_weights, is_head, target_layers
-from edgespec.planning.verify_memory import opened_bytes, whole_bytes
+from edgespec.planning.export_costs import opened_bytes, whole_bytes
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.answers.held_out import HeldOut

@@ -24,7 +24,7 @@ from tiny_models import make_model_folder
 
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
-from edgespec.planning.verify_memory import opened_bytes, verifying_bytes, whole_bytes
+from edgespec.planning.export_costs import opened_bytes, verifying_bytes, whole_bytes
 from edgespec.recipe.schema import ExportOptions
 from edgespec.recipe.targets import shape_of_target
 
