@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from edgespec_export.answers import replies
 from edgespec_recipes.generating import target_store
 from edgespec_recipes.generating.decoding import BatchDecoder, sample_responses
 from edgespec_recipes.losses import output_loss
@@ -23,7 +24,7 @@ from training_steps import Meter, all_compared
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from edgespec.core.table import byte_size
-from edgespec.planning import costs
+from edgespec.planning import costs, export_costs
 from edgespec.planning.estimate import (
     LOGITS,
     STORED_AT_ONCE,
@@ -233,6 +234,7 @@ def test_what_the_rooms_use_is_what_is_counted() -> None:
     assert output_loss.CHUNK == LOGITS
     assert target_store.PASS_TOKENS == STORED_AT_ONCE
     assert subcloning.PASS_TOKENS == costs.MEASURED_AT_ONCE
+    assert replies.REPLY_TOKENS == export_costs.REPLY_TOKENS
     for vocabulary in (512, 2**16, 2**16 + 1):
         shape = replace(WIDE, vocab_size=vocabulary)
         assert top_k.record_type(8, vocabulary).itemsize == stored_position_bytes(shape, 8)
