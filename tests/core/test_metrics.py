@@ -10,6 +10,7 @@ import pytest
 
 from edgespec.core.metrics import (
     RawCounts,
+    acceptance_rate_of,
     bootstrap,
     expected_acceptance,
     mbsu,
@@ -50,6 +51,31 @@ def test_independent_acceptances_give_the_predicted_block_efficiency() -> None:
     assert counts.block_efficiency == pytest.approx(expected, abs=0.03)  # 4 standard errors
     assert counts.acceptance_rate == pytest.approx(alpha, abs=0.006)
     assert predicted_block_efficiency(1.0, gamma) == gamma + 1
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 7])
+@pytest.mark.parametrize("alpha", [0.02, 0.5, 0.97])
+def test_the_acceptance_of_a_block_efficiency_predicts_it_again(alpha: float, gamma: int) -> None:
+    assert acceptance_rate_of(predicted_block_efficiency(alpha, gamma), gamma) == pytest.approx(
+        alpha, abs=2e-6
+    )
+    assert acceptance_rate_of(1.0, gamma) == 0.0
+    assert acceptance_rate_of(gamma + 1.0, gamma) is None
+
+
+def test_copies_take_no_drafter_step() -> None:
+    counts = RawCounts()
+    assert counts.computed(4) == 4
+    counts.add_block(drafted=4, accepted=1, emitted=2)
+    assert counts.computed(4) == 4
+    counts.add_block(drafted=4, accepted=4, emitted=5, copied=2)
+    assert (counts.copied, counts.computed(4)) == (2, 3)
+
+
+def test_seconds_outside_both_models_are_the_loops() -> None:
+    counts = RawCounts(emitted=30, draft_seconds=0.25, verify_seconds=0.5, total_seconds=1.5)
+    assert counts.loop_seconds == 0.75
+    assert counts.token_rate == 20
 
 
 def test_memory_bound_speed_up_is_not_the_misprint() -> None:
