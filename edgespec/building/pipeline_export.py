@@ -5,6 +5,7 @@ Each stage is in a folder of its own and knows what it reads; how it does its wo
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,6 +63,8 @@ class ExportStages:
     out: Path
     processes: Processes = field(default_factory=Processes)
     times: list[tuple[str, float]] = field(default_factory=list)
+    room: float = math.inf
+    """Bytes of memory that verify may take, though more be free."""
     fit_flags: ClassVar[tuple[str, str] | None] = None
     """A verb's own flags for what `devices_fit.Fit.cure` names; a recipe's where there are none."""
 
@@ -183,6 +186,7 @@ class ExportStages:
                 questions=questions_of(
                     target, self._held_out(target, options.answer_replies), seed=self.recipe.seed
                 ),
+                most=self.room,
             ),
             reads=models | sources.stages(out, "export") | self._prompt_reads(),
         )

@@ -1,25 +1,27 @@
 """Rehearse a build at a target's true size, before its weights are there: random weights of the same shape, every stage for real.
 
-The target is written as bf16 shards, exported to GGUF Q4_0 and ONNX int4, and run: as a Q4_0 file it writes responses and gives
-distributions. The drafter has the shape a build would give it, is trained for a few steps and exported. Every file is checked;
-chat and bench run on both engines. Every stage is a process of its own, whose time and peak memory are in the table at the end.
-Run the same command again after an interruption: what is done is not done again.
+The target is written as bf16 shards and made a Q4_0 file, which writes responses. Then a build does what it does for any target:
+it trains a drafter of the shape that a build would give it, measures it in torch, where the target's layers are read from the
+disk, exports both as GGUF Q4_0 and ONNX int4, verifies every file and packs the bundle. Chat and bench run it on both engines.
+Every stage is a process of its own, whose time and peak memory are in the table at the end. Run the same command again after an
+interruption: what is done is not done again.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from edgespec.building.measured import run_measured
+from edgespec.building.rehearse_stages import FILE, PLAN, WEIGHTS, RehearsalOptions
 from edgespec.core.errors import CheckFailed, InputError
-from edgespec.core.files import read_json, read_object, write_json
+from edgespec.core.files import read_json, read_object, write_json, write_text
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.free_space import bytes_in, free_disk, free_memory
-from edgespec.core.options import knob, to_mapping
+from edgespec.core.options import to_mapping
 from edgespec.core.output import step, write_result
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size, duration, table
@@ -27,48 +29,40 @@ from edgespec.planning.plan import UNMEASURED
 from edgespec.recipe.drafter import derive, describe
 from edgespec.recipe.schema import DrafterOptions
 from edgespec.recipe.targets import shape_of_target
-from edgespec.stages.record import Reads, clear_if_inputs_changed
-from edgespec.stages.sources import model, stages
-from edgespec.stages.stage import STAGE_FILE, run_stage
+from edgespec.stages.record import Reads, clear_if_inputs_changed, run_id
+from edgespec.stages.sources import model
+from edgespec.stages.stage import STAGE_FILE
 
-PLAN = "rehearsal.json"
 GIB = 2**30
 TINY = ModelShape(256, 4, 4, 2, 64, 512, 2048, tied=False, context_length=512)
-STAGES = (
-    ("weights", "random bf16 weights of the target, shard by shard; tokenizer, text, prompts"),
-    ("pretrain", "the drafter learns from text"),
-    ("gguf", "the target as GGUF Q4_0"),
-    ("onnx", "the target as ONNX int4, two layers at a time"),
-    ("generate", "the Q4_0 target writes responses"),
-    ("store", "the Q4_0 target's distributions on them"),
-    ("distill", "the drafter learns them"),
-    ("drafter", "the drafter as GGUF Q4_0 and ONNX int4"),
-    ("offload", "the target in torch, bf16, its layers read from the disk"),
-    ("check-gguf", "the Q4_0 target against its weights and torch, layer by layer"),
-    ("check-onnx", "the int4 target the same way"),
-    ("bundle", "both pairs, checksums"),
-)
+MEASURED = "measured"
+"""The folder of what every process took, and of what it said."""
+
+
+def _losses(found: dict[str, Any]) -> str:
+    return f"{found['steps']} steps, {found['precision']}: loss {found['loss_first']:.2f} to {found['loss_last']:.2f}"
+
+
+STAGES: dict[str, Callable[[dict[str, Any]], str]] = {
+    WEIGHTS: lambda found: (
+        f"{byte_size(found['bytes'])} in {found['shards']} shards; tokenizer: {found['tokenizer']}"
+    ),
+    FILE: lambda found: byte_size(found["bytes"]),
+    "pretrain": _losses,
+    "generate": lambda found: (
+        f"{found['responses']} responses, {found['response_tokens']} tokens, {found['tokens_per_second'] or '-'} tok/s"
+    ),
+    "store": lambda found: (
+        f"{found['stored_positions']} positions in {found['stored_rows']} rows, top {found['top_k']}"
+    ),
+    "distill": _losses,
+    "evaluate": lambda _: "torch read the target's layers from the disk",
+    "export": lambda found: byte_size(sum(made["bytes"] for made in found["exported"].values())),
+    "verify": lambda found: f"{found['files']} files, {found['positions']} positions",
+    "pack": lambda found: f"{found['files']} files, {byte_size(found['bytes'])}",
+}
+"""In their order: what came out, in words. The first of a build go with `pretrain`: they look at data, models and shapes."""
 TALKS = ("chat", "bench")
-
-
-@dataclass(frozen=True)
-class RehearsalOptions:
-    out: str = knob("build/rehearsal", "folder for everything that is made")
-    shape: str = knob("", "rehearse this alias's shape instead, or tiny: a shape of a few seconds")
-    tokenizer: str = knob("", "folder with the target's tokenizer (default: one of its size is made)")
-    context: int = knob(2048, "tokens in a row of both trainings", at_least=64)
-    pretrain_steps: int = knob(20, "steps of the drafter's pretraining", at_least=1)
-    distill_steps: int = knob(5, "steps of its distillation", at_least=1)
-    responses: int = knob(4, "responses that the target writes", at_least=1)
-    max_new_tokens: int = knob(32, "longest response in tokens", at_least=2)
-    run_context: int = knob(
-        512, "context of the engines; the cache of a full one takes gigabytes", at_least=128
-    )
-    minutes: float = knob(60.0, "most minutes in all; more is a failed check", at_least=0.0)
-    memory: float = knob(
-        20.0, "most GiB that a stage may have at its peak; more is a failed check", at_least=0.1
-    )
-    check_only: bool = knob(False, "say what it needs and what is there, and make nothing")
 
 
 def target_shape(target: str, options: RehearsalOptions) -> ModelShape:
@@ -108,28 +102,32 @@ def run(target: str, options: RehearsalOptions, command: str, json: str = "") ->
         return 0
     with held(out, command):
         _claim(out, target, options, shape)
+        write_text(out / "command.txt", command + "\n")
         rows = _rehearse(out, options)
-        write_result(json, [{"stage": name, **row} for name, row in rows])
+        write_result(json, rows)
         return _judge(rows, options)
 
 
-def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str, Any]]]:
-    """Run all stages; a line of the table for each, which is shown as far as it goes where one fails."""
+def _rehearse(out: Path, options: RehearsalOptions) -> list[dict[str, Any]]:
+    """Run all stages; a row of the table for each, which is shown as far as it goes where one fails. Then what verify found."""
+    from edgespec_export.verify.report import verification_table
+
     tokenizer = Path(options.tokenizer).expanduser()
     given = model("tokenizer", tokenizer, out, weights=False) if options.tokenizer else Reads()
-    if why := clear_if_inputs_changed(out / "weights", given):
-        step(f"! weights: {why}: running again")
-    rows: list[tuple[str, dict[str, Any]]] = []
+    if why := clear_if_inputs_changed(out / WEIGHTS, given):
+        step(f"! {WEIGHTS}: {why}: running again")
+    rows: list[dict[str, Any]] = []
     try:
-        for name, what in STAGES:
-            program = [sys.executable, "-m", "edgespec.building.rehearse_stages", str(out), name]
-            rows.append(_stage(out, name, what, program))
+        for name in STAGES:
+            program = [sys.executable, "-m", "edgespec.building.rehearse_stages", str(out.resolve()), name]
+            rows.append(_stage(out, name, program))
         for verb in TALKS:
             for engine, precision in UNMEASURED:
                 rows.append(_talk(out, verb, engine, precision, options))
     finally:
         if rows:
             print(f"\n{_table(rows)}", flush=True)
+    print(f"\n{verification_table(out / 'verify' / 'verify.json')}", flush=True)
     return rows
 
 
@@ -159,12 +157,11 @@ def _claim(out: Path, target: str, options: RehearsalOptions, shape: ModelShape)
     """Make `out` this rehearsal's folder. Raises InputError where it is another's."""
     own = ("out", "minutes", "memory", "check_only")
     asked = {name: value for name, value in to_mapping(options).items() if name not in own}
-    plan = {"options": {"target": target, **asked}, "shape": asdict(shape)}
+    plan = {"target": target, "options": asked, "shape": asdict(shape)}
     if (out / PLAN).exists():
         if (seen := read_object(out / PLAN)) != plan:
-            other = [
-                name for name, value in plan["options"].items() if seen.get("options", {}).get(name) != value
-            ]
+            before = {"target": seen.get("target"), **seen.get("options", {})}
+            other = [name for name, value in {"target": target, **asked}.items() if before.get(name) != value]
             raise InputError(
                 f"{out} holds a rehearsal of something else ({', '.join(other) or 'another shape'}); give another "
                 "--rehearsal.out, or remove that folder"
@@ -174,63 +171,52 @@ def _claim(out: Path, target: str, options: RehearsalOptions, shape: ModelShape)
     write_json(out / PLAN, plan)
 
 
-def _stage(
-    out: Path, name: str, what: str, argv: Sequence[str], given: str = ""
-) -> tuple[str, dict[str, Any]]:
-    """Run one stage unless it is done; its line of the table."""
-    folder = out / name
-    if name != "weights":  # all follow from the weights, by the seed
-        clear_if_inputs_changed(folder, stages(out, "weights"))
-    step(f"{'✓' if (folder / 'stage.json').exists() else '▸'} {name}: {what}")
-
-    def body(place: Path) -> dict[str, Any]:
-        usage = run_measured(argv, place / "log.txt", given)
-        found = read_json(place / "found.json") if (place / "found.json").exists() else {}
-        return {"peak": usage.peak, "own": usage.own, "found": found}
-
-    counts = run_stage(folder, {}, body)
-    return name, {**counts, "seconds": float(read_json(folder / STAGE_FILE)["seconds"])}
+def _stage(out: Path, name: str, argv: Sequence[str], given: str = "") -> dict[str, Any]:
+    """Run one stage unless it is done; its row of the table. All follow from the weights, by the seed."""
+    record, marker = out / MEASURED / f"{name}.json", out / name / STAGE_FILE
+    seen = read_json(record) if record.exists() else {}
+    done = seen.get(WEIGHTS) == run_id(out / WEIGHTS) and (name not in STAGES or marker.exists())
+    step(f"{'✓' if done else '▸'} {name}")
+    if not done:
+        usage = run_measured(argv, record.with_suffix(".txt"), given)
+        seen = {WEIGHTS: run_id(out / WEIGHTS), **asdict(usage)}
+        write_json(record, seen)
+    made = read_json(marker) if name in STAGES else {"seconds": seen["seconds"], "counts": {}}
+    row = {"stage": name, "peak": seen["peak"], "own": seen["own"]}
+    return {**row, "found": made["counts"], "seconds": float(made["seconds"])}
 
 
-def _talk(
-    out: Path, verb: str, engine: str, precision: str, options: RehearsalOptions
-) -> tuple[str, dict[str, Any]]:
-    argv = [sys.executable, "-m", "edgespec", verb, str(out / "bundle" / "pair"), "--engine", engine]
+def _talk(out: Path, verb: str, engine: str, precision: str, options: RehearsalOptions) -> dict[str, Any]:
+    name = f"{verb}-{precision}"
+    argv = [sys.executable, "-m", "edgespec", verb, str(out / "bundle"), "--engine", engine]
     argv += ["--precision", precision, "--context", str(options.run_context)]
+    argv += ["--max-new-tokens", str(options.max_new_tokens)]
     if verb == "chat":
-        argv += ["--draft-length", "3", "--max-new-tokens", str(options.max_new_tokens)]
-        return _stage(out, f"chat-{precision}", f"a reply on {engine}", argv, "What is a list?\n")
-    report = out / f"bench-{precision}" / "bench.json"
-    argv += ["--draft-lengths", "3", "--no-choose", "--max-new-tokens", str(options.max_new_tokens)]
-    argv += ["--seconds", "0", "--max-prompts", "3", "--json", str(report)]
-    return _stage(out, f"bench-{precision}", f"plain against speculative on {engine}", argv)
+        return _stage(out, name, [*argv, "--draft-length", "3"], "What is a list?\n")
+    argv += ["--draft-lengths", "3", "--no-choose", "--seconds", "0", "--max-prompts", "3"]
+    return _stage(out, name, [*argv, "--json", str(out / MEASURED / f"{name}-report.json")])
 
 
-def _table(rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def _table(rows: Sequence[dict[str, Any]]) -> str:
     """Time and peak memory of every stage; `own` is the part of the peak that is no mapped file's."""
-    lines = [
-        (
-            name,
-            duration(row["seconds"]),
-            *("-" if row[name] is None else byte_size(row[name]) for name in ("peak", "own")),
-            str(row["found"].get("in words", "")),
-        )
-        for name, row in rows
-    ]
-    total = duration(sum(row["seconds"] for _, row in rows))
+    lines = []
+    for row in rows:
+        memory = ("-" if row[name] is None else byte_size(row[name]) for name in ("peak", "own"))
+        words = STAGES[row["stage"]](row["found"]) if row["stage"] in STAGES else ""
+        lines.append((row["stage"], duration(row["seconds"]), *memory, words))
+    total = duration(sum(row["seconds"] for row in rows))
     lines.append(("in all", total, byte_size(_peak(rows)) if _peak(rows) else "-", "", ""))
     return table(("stage", "time", "peak memory", "own", "what came out"), lines)
 
 
-def _peak(rows: Sequence[tuple[str, dict[str, Any]]]) -> int:
+def _peak(rows: Sequence[dict[str, Any]]) -> int:
     """Bytes of the largest stage; 0 where the system tells none."""
-    return max(row["peak"] or 0 for _, row in rows)
+    return max(row["peak"] or 0 for row in rows)
 
 
-def _judge(rows: Sequence[tuple[str, dict[str, Any]]], options: RehearsalOptions) -> int:
+def _judge(rows: Sequence[dict[str, Any]], options: RehearsalOptions) -> int:
     """0 where all bounds hold. Raises CheckFailed naming those that do not."""
-    seconds, peak = sum(row["seconds"] for _, row in rows), _peak(rows)
-    broken = [f"{name}: {line}" for name, row in rows for line in row["found"].get("broken", ())]
+    seconds, peak, broken = sum(row["seconds"] for row in rows), _peak(rows), []
     if seconds > 60 * options.minutes:
         broken.append(f"{duration(seconds)} in all; {duration(60 * options.minutes)} at most")
     if peak > GIB * options.memory:

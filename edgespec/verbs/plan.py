@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgespec.building.rehearse import RehearsalOptions
 from edgespec.building.rehearse import run as run_rehearsal
+from edgespec.building.rehearse_stages import RehearsalOptions
 from edgespec.core.errors import InputError
 from edgespec.core.options import as_flags, command_line, from_mapping, help_of, knob, section, with_default
 from edgespec.core.output import write_result

@@ -14,6 +14,7 @@ their own. A drafter with a vocabulary subset is compared in its own numbers of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,17 +158,18 @@ def verify_pair(
     *,
     trials: Trials | None = None,
     questions: Questions | None = None,
+    most: float = math.inf,
 ) -> dict[str, Any]:
     """Check every file of `export_folder`, write `out`/verify.json, return the number of files and positions.
 
     `prompts` are token ids; `trials`: what the exported pairs decode, None for no measure of acceptance;
-    `questions`: what the target replies to, for comparing answers. Raises CheckFailed with the tables when a bound is broken
-    (verify.json is written all the same).
+    `questions`: what the target replies to, for comparing answers; `most`: as of `target_standard`. Raises CheckFailed with the
+    tables when a bound is broken (verify.json is written all the same).
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
     head = is_head(drafter_folder)
     files = exported_files(export_folder, options, own_file(target_folder), head=head)
-    result = verify_with_models(files, folders, prompts, trials, target_folder, questions)
+    result = verify_with_models(files, folders, prompts, trials, target_folder, questions, most)
     write_json(out / "verify.json", result)
     broken = broken_of(result)
     if broken:
@@ -186,13 +188,14 @@ def verify_with_models(
     trials: Trials | None,
     tokenizer_folder: Path,
     questions: Questions | None = None,
+    most: float = math.inf,
 ) -> dict[str, Any]:
     """`verify_files` with the models in `folders`, by role, as standards."""
     subset = subset_of(folders["target"], folders["drafter"])
 
     def standards() -> Iterator[tuple[str, Standard]]:
         own = [(file.engine, file.held) for file in files if file.role == "target"]
-        target = target_standard(folders["target"], prompts, questions, own)
+        target = target_standard(folders["target"], prompts, questions, own, most)
         yield "target", target
         if is_head(folders["drafter"]):
             yield "drafter", Head(folders["drafter"], target)
@@ -208,13 +211,15 @@ def target_standard(
     prompts: list[list[int]],
     questions: Questions | None,
     files: Iterable[tuple[str, str]],
+    most: float = math.inf,
 ) -> Reference | Streamed:
     """The target in torch: one layer at a time where free memory does not hold it twice as floats and its layers are alike.
 
-    `files`: engine and precision of those that are checked.
+    `files`: engine and precision of those that are checked; `most`: bytes it may take, though more be free.
     """
     free, shape = free_memory(), ModelShape.from_config(read_json(folder / "config.json"))
-    whole = free is None or whole_bytes(shape, len(prompts), opened_bytes(shape, files)) <= free
+    needed = whole_bytes(shape, len(prompts), opened_bytes(shape, files))
+    whole = needed <= min(most, math.inf if free is None else free)
     return (Reference if whole or not are_alike(folder) else Streamed)(folder, prompts, questions)
 
 

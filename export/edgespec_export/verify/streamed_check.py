@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.pair.bundle import load_engine
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
@@ -25,7 +23,6 @@ from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.quality import Answers
 from edgespec_export.answers.replies import Questions, Reply
@@ -33,16 +30,7 @@ from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.by_layers import check_alike
 from edgespec_export.onnx.repeat import layer_of
-from edgespec_export.verify.file_check import (
-    FileCheck,
-    Passage,
-    compare_engine,
-    judge,
-    measure,
-    note_missing,
-    note_shape,
-    note_weight,
-)
+from edgespec_export.verify.file_check import FileCheck, Passage, note_missing, note_shape, note_weight
 from edgespec_export.verify.files import Standard, note_settings
 from edgespec_export.verify.readback import Weights, weights_of
 from edgespec_export.verify.tokenizers import Source
@@ -60,8 +48,8 @@ class Streamed(Standard):
 
     without_engine = "weights read back in torch"
     note = (
-        "The target does not fit into free memory twice as floats. So torch ran it one layer at a time, and its first file wrote "
-        "the replies."
+        "The target twice as floats takes more memory than the check may. So torch ran it one layer at a time, and its first "
+        "file wrote the replies."
     )
 
     def __init__(self, folder: Path, prompts: list[list[int]], questions: Questions | None = None) -> None:
@@ -115,25 +103,6 @@ class Streamed(Standard):
         texts = [passage.tokens for passage in self.passages]
         found = streamed_states(self._weights(), self.folder, texts, early)
         return [torch.cat([*first, last], -1)[0] for first, last in zip(found.early, found.last, strict=True)]
-
-
-def check_streamed(
-    path: Path, precision: str, context: int, model_folder: Path, prompts: Sequence[list[int]]
-) -> FileCheck:
-    """Hold a target's GGUF file or ONNX folder against the model it was made from, and the engine against the file's own weights.
-
-    Raises InputError for a family whose layers need more than the layer before.
-    """
-    engine = LLAMACPP if path.is_file() else ONNXRUNTIME
-    check = FileCheck("target", engine, precision, checked_with=engine, weights_relative=0.0)
-    shape = ModelShape.from_config(read_config(model_folder))
-    noted = _noted(check, weights_of(path, shape), Checkpoint(model_folder))
-    passages = [Passage(prompt) for prompt in prompts]
-    own = streamed_logits(noted, model_folder, passages)
-    seen = compare_engine(check, partial(load_engine, engine, path, context, None), passages, own)
-    measure(check, seen, own, passages)
-    judge(check)
-    return check
 
 
 def _noted(check: FileCheck, weights: Weights, checkpoint: Checkpoint) -> Weights:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx import by_layers
 from edgespec_export.onnx.by_layers import export_by_layers
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify.file_check import FileCheck, Passage
 from edgespec_export.verify.readback import gguf_weights, onnx_weights
-from edgespec_export.verify.streamed_check import check_streamed, streamed_logits
+from edgespec_export.verify.streamed_check import Streamed, streamed_logits
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from onnx_ir import Graph
 from safetensors.numpy import load_file, save_file
@@ -137,8 +138,13 @@ def shape_of(model: Path) -> ModelShape:
     return ModelShape.from_config(read_json(model / "config.json"))
 
 
+def check_streamed(path: Path, precision: str, model: Path) -> FileCheck:
+    engine = "llama.cpp" if path.is_file() else "onnxruntime"
+    return Streamed(model, PROMPTS).check(ExportedFile("target", engine, precision, path, precision))
+
+
 def checked(exported: dict[str, Path], name: str, model: Path | None = None) -> FileCheck:
-    return check_streamed(exported[name], name, 64, model or exported["model"], PROMPTS)
+    return check_streamed(exported[name], name, model or exported["model"])
 
 
 def test_layer_by_layer_is_torch(exported: dict[str, Path]) -> None:
@@ -175,7 +181,7 @@ def test_a_tied_table_is_embedding_and_output_layer(tmp_path: Path, precision: s
         export_by_layers(model, tmp_path / "onnx")
     else:
         export_onnx(model, tmp_path / "onnx", precision)
-    assert check_streamed(tmp_path / "onnx", precision, 64, model, PROMPTS).broken == []
+    assert check_streamed(tmp_path / "onnx", precision, model).broken == []
 
 
 def test_a_matrix_of_another_layer_is_noticed(exported: dict[str, Path], tmp_path: Path) -> None:
@@ -216,6 +222,6 @@ def test_layers_whose_biases_are_zero(tmp_path: Path, silent: tuple[int, ...]) -
         np.testing.assert_allclose(found[name], bias, atol=1e-36, rtol=1e-7)
     export_onnx(model, tmp_path / "whole", "int4")  # goes without them
     for name in ("slices", "whole"):
-        relative = check_streamed(tmp_path / name, "int4", 64, model, PROMPTS).engine_relative
+        relative = check_streamed(tmp_path / name, "int4", model).engine_relative
         assert relative is not None
         assert relative < 1e-5
