@@ -7,10 +7,10 @@ The logits of a row depend a little on which rows share the pass: kernels sum bl
 here is exact in the sense of `llamacpp.LlamaCppEngine`. The same calls in the same order give the same bits.
 
 llama.cpp has tiled products, in which many texts share the work, for F32, F16, Q8_0, Q4_0 and others, and none for Q4_1 and Q5_1
-(benchmarks/training/generating.py: a pass of 64 texts takes 33 single steps of such a file, and 15 of its float16 copy). Of such a
-file a float16 copy is run. Its weights are the file's numbers to 11 bits, and its activations are not rounded to 8 bits, so that it
-is nearer to the file's exact distributions than the file's own kernels are. Flash attention makes a pass a sixth shorter; of a file
-in F32 it would round what nothing else rounds.
+(benchmarks/training/generating.py: a pass of 64 texts takes 33 single steps of such a file, and 15 of its float16 copy). Of such
+a file a float16 copy is run. Its weights are the file's numbers to 11 bits, and its activations are not rounded to 8 bits, so
+that it is nearer to the file's exact distributions than the file's own kernels are. Flash attention makes a pass a sixth
+shorter; of a file in F32 it would round what nothing else rounds.
 """
 
 from __future__ import annotations
