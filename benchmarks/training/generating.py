@@ -54,7 +54,7 @@ def measured(
     """One run of the generate stage in this process."""
     from edgespec_recipes.generating import datagen
     from edgespec_recipes.generating.batch_writer import BatchWriter
-    from edgespec_recipes.generating.file_target import FileTarget, FileWriter
+    from edgespec_recipes.generating.file_target import FileWriter
 
     in_torch, keeps = way in (TORCH, TORCH_KEEPS, READS), way in (TORCH_KEEPS, KEEPS)
     how = InferenceOptions() if in_torch else InferenceOptions(source="file", file=file, threads=threads)
@@ -65,7 +65,7 @@ def measured(
         def writer(*given: Any) -> Any:
             folder, tokenizer, options, seed, how, top_k = given
             if way == ONE:
-                return FileWriter(FileTarget(how, folder), tokenizer, options, seed)
+                return FileWriter(how, folder, tokenizer, options, seed)
             return BatchWriter(how, folder, tokenizer, options, seed, top_k)
 
         datagen.writer_of = writer  # type: ignore[assignment]

@@ -8,7 +8,7 @@ A row whose nucleus reaches beyond them goes through `warp` itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from edgespec_runtime.rules.sampling import RandomSource, Warp, warp
@@ -18,26 +18,18 @@ from edgespec_recipes.stored.top_k import LEAST, record_type
 
 Floats = NDArray[np.float32]
 
-SELECTED = 128  # columns among which a nucleus is looked for; the torch path looks among as many (decoding.NUCLEUS_GUESS)
+SELECTED = 128  # columns among which a nucleus is looked for; the torch path looks among as many (distributions.NUCLEUS_GUESS)
 ROWS = 8  # at a time: 8 rows of 49,152 columns stay in a processor's cache
 _GROUP = 32
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """What is cut from every row's distribution after its temperature."""
-
-    top_p: float
-    min_p: float
-
-
 def draw_rows(
-    logits: Floats, temperatures: Sequence[float], cuts: Cuts, sources: Sequence[RandomSource], top_k: int = 0
+    logits: Floats, temperatures: Sequence[float], cuts: Warp, sources: Sequence[RandomSource], top_k: int = 0
 ) -> tuple[list[int], np.ndarray]:
     """(a token for each of the rows of logits [n, V], their records [n] of `record_type(top_k, V)`; [0] where top_k is 0).
 
     Row i has temperature i and draws one number from source i, or none where its distribution has one token. Records are of the
-    distribution at temperature 1 without cuts, whatever the token was drawn from.
+    distribution at temperature 1 without cuts, whatever the token was drawn from. `cuts`: top_p and min_p of all rows.
     """
     columns = logits.shape[1]
     records = np.empty(len(logits) if top_k else 0, record_type(top_k, columns))
@@ -98,7 +90,7 @@ def _drawn(
     heat: Floats,
     ids: NDArray[np.int64],
     values: Floats,
-    cuts: Cuts,
+    cuts: Warp,
     sources: Sequence[RandomSource],
 ) -> list[int]:
     """The tokens of a few rows whose largest entries are `ids` and `values`."""
@@ -122,7 +114,7 @@ def _drawn(
         known |= mass[:, -1] >= cuts.top_p
     for place, row in enumerate(warm.tolist()):
         if not known[place]:
-            distribution = warp(logits[row], Warp(float(heat[row]), top_p=cuts.top_p, min_p=cuts.min_p))
+            distribution = warp(logits[row], replace(cuts, temperature=float(heat[row])))
             tokens[row] = distribution.sample(sources[row])
             continue
         mine = np.flatnonzero(kept[place])

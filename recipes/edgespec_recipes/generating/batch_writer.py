@@ -1,38 +1,159 @@
 """The target as a GGUF file that writes many responses at once, and keeps what it computed for them. See Writer.
 
-An answer is a function of the file, the request and the seed up to rounding, which the texts beside it change a little: where two
-tokens are nearly as good, it may be the other one. A shard is a function of its requests and the seed, bit for bit.
+A text that ends leaves its place to the next one (continuous batching; Orca, Yu et al. 2022). Places, pieces and passes depend on
+the prompts and on what is written alone: a shard is a function of its requests and the seed, bit for bit. An answer is one of its
+request and the seed up to rounding, which the texts beside it change a little: of two tokens nearly as good it may be either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edgespec_runtime.batched.sequences import LlamaCppSequences, float_copy, wants_copy
+from edgespec_runtime.batched.sequences import (
+    PASS_TOKENS,
+    LlamaCppSequences,
+    Piece,
+    float_copy,
+    wants_copy,
+)
 from edgespec_runtime.engines.engine import default_threads
+from edgespec_runtime.engines.llamacpp import CONTEXT_STEP
+from edgespec_runtime.rules.sampling import Uniforms, Warp
 
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.planning import costs
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec.shell.environment import cache_folder
-from edgespec_recipes.generating.batch_sampling import Cuts
-from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
+from edgespec_recipes.generating.batch_sampling import draw_rows
 from edgespec_recipes.generating.file_target import check_vocabulary, locate
-from edgespec_recipes.generating.response_shards import Answers, Request, Writer
-from edgespec_recipes.generating.target_store import identity_of
+from edgespec_recipes.generating.response_shards import Answers, Request, Writer, Written
+from edgespec_recipes.generating.target_store import wanted_of
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
-from edgespec_recipes.stored.top_k import check_top_k
 from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted
 
 # keys and values of all texts: with weights, logits and kept states a small target stays below 4 GiB
 CACHE_BYTES = 2**30
 CACHE_VALUE = 2  # bytes: llama.cpp's cache is float16
 COPIES = "copies"  # in edgespec's cache folder
-CACHE_STEP = 256  # tokens: llama.cpp rounds the room of a text up to a multiple
+
+
+@dataclass
+class Text:
+    """A request, and what is written as its answer: drawn with numbers from `seed`, until both have `end` tokens at most.
+
+    Attributes:
+        tokens: the prompt's and the new ones, the stop token included where one ended it. read: how many the engine has read.
+        records: for each new token one [1] of `record_type`: the distribution that it was drawn from, untempered; [0] if unasked.
+        features: float16 [n, H] of each pass: the last hidden state of every token but the last, which was never read; [0, H].
+    """
+
+    request: Request
+    seed: int
+    end: int
+    tokens: list[int] = field(init=False)
+    read: int = field(init=False, default=0)
+    records: list[np.ndarray] = field(init=False, default_factory=list)
+    features: list[np.ndarray] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens, self.source = list(self.request.prompt_ids), Uniforms(self.seed)
+
+    def written(self) -> Written:
+        kept = {RECORDS: np.concatenate(self.records), FEATURES: np.concatenate(self.features)}
+        return Written(self.request.id, self.tokens[len(self.request.prompt_ids) :], kept)
+
+
+def write_texts(
+    engine: LlamaCppSequences, texts: Iterable[Text], cuts: Warp, stops: Sequence[int], top_k: int = 0
+) -> Iterator[Written]:
+    """Continue every text until a stop token or its end, in the order in which they end.
+
+    `engine` is open and empty, with room in each sequence for every prompt and its tokens. `cuts`: see draw_rows. `top_k`:
+    records of so many tokens, 0 for none. Texts are taken one at a time as places fall free. What a prompt shares with the text
+    that had its place before it is not read again: give prompts with one beginning after each other.
+    """
+    waiting, ends = iter(texts), frozenset(stops)
+    places: list[Text | None] = [None] * len(engine.lengths)
+    # the last text of each place, whose tokens the engine still holds
+    before: list[Text | None] = list(places)
+    while True:
+        for number, place in enumerate(places):
+            if place is None and (text := next(waiting, None)):
+                _begin(engine, number, text, before[number])
+                places[number] = text
+        _close_up(engine, places)
+        pieces = _pieces(places)
+        if not pieces:
+            return
+        logits, features = engine.forward(pieces)
+        _keep(places, pieces, features)
+        owners = [piece.sequence for piece in pieces if piece.wanted]
+        drawing = [place for owner in owners if (place := places[owner])]
+        if not drawing:
+            continue
+        heat, sources = [text.request.temperature for text in drawing], [text.source for text in drawing]
+        tokens, records = draw_rows(logits, heat, cuts, sources, top_k)
+        for row, (owner, text, token) in enumerate(zip(owners, drawing, tokens, strict=True)):
+            text.tokens.append(token)
+            text.records.append(records[row : row + 1].copy())
+            if token in ends or len(text.tokens) >= text.end:
+                places[owner], before[owner] = None, text
+                yield text.written()
+
+
+def _begin(engine: LlamaCppSequences, number: int, text: Text, before: Text | None) -> None:
+    """Of the text before it in this place, the engine keeps what both begin with."""
+    text.features.append(np.empty((0, engine.width), np.float16))
+    shared = 0
+    if before is not None:
+        most = min(before.read, len(text.tokens) - 1)  # the last token is read anew: its logits are wanted
+        while shared < most and before.tokens[shared] == text.tokens[shared]:
+            shared += 1
+    text.read = engine.cut(number, shared)
+    if before is not None and text.read:
+        text.features.append(np.concatenate(before.features)[: text.read])
+
+
+def _close_up(engine: LlamaCppSequences, places: list[Text | None]) -> None:
+    """Move texts from the end into free places: an engine takes sequences with a gap between them in several passes."""
+    for number in [number for number, place in enumerate(places) if place is None]:
+        last = max((other for other, place in enumerate(places) if place is not None), default=0)
+        if last <= number:
+            return
+        engine.move(last, number)
+        places[number], places[last] = places[last], None
+
+
+def _pieces(places: Sequence[Text | None]) -> list[Piece]:
+    """The next pass: one token of every text that is being written, and prompts as far as there is room beside them."""
+    room = PASS_TOKENS - sum(place is not None for place in places)  # each place has one token at least
+    pieces = []
+    for number, place in enumerate(places):
+        if place is None:
+            continue
+        left = len(place.tokens) - place.read
+        size = min(left, room + 1)
+        room -= size - 1
+        pieces.append(Piece(number, place.tokens[place.read : place.read + size], size == left))
+    return pieces
+
+
+def _keep(places: Sequence[Text | None], pieces: Sequence[Piece], features: np.ndarray) -> None:
+    """Note what was read, with its hidden states where the engine gives them."""
+    at = 0
+    for piece in pieces:
+        place, end = places[piece.sequence], at + len(piece.tokens)
+        assert place is not None
+        place.read += len(piece.tokens)
+        if len(features):
+            place.features.append(features[at:end].astype(np.float16))
+        at = end
 
 
 class BatchWriter(Writer):
@@ -61,49 +182,32 @@ class BatchWriter(Writer):
             note = f"many responses at once from its float16 copy {fast}: its own type has no product for many rows"
         self.engine = LlamaCppSequences(fast, how.context, how.threads)
         check_vocabulary(self.engine, path, target_folder)
-        check_top_k(top_k, self.engine.vocab_size)
         self.options, self.seed = options, seed
         self.context_length = self.engine.context_length
         self.stops = stop_ids_of(target_folder, tokenizer)
         self.precision = Precision(path.name, f"the target is {path} on {engine}, {note}")
-        target = identity_of(target_folder, how) if top_k or options.features else ""
-        self.wanted = Wanted(target, self.engine.vocab_size, self.engine.width, top_k, options.features)
+        sizes = self.engine.vocab_size, self.engine.width
+        self.wanted = wanted_of(target_folder, how, *sizes, top_k, features=options.features)
         shape = ModelShape.from_config(read_config(target_folder))
         self._token_bytes = CACHE_VALUE * costs.cache_values(shape)
 
     def at_once(self, length: int) -> int:
         """How many texts of `length` tokens are written at once."""
-        room = -(-length // CACHE_STEP) * CACHE_STEP
+        room = -(-length // CONTEXT_STEP) * CONTEXT_STEP
         return max(1, min(self.options.batch_size, CACHE_BYTES // (self._token_bytes * room)))
 
-    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
-        longest = max(len(request.prompt_ids) for request in requests) + self.options.max_new_tokens
+    def answers(self, number: int, requests: list[Request]) -> Answers:
+        new = self.options.max_new_tokens
+        longest = max(len(request.prompt_ids) for request in requests) + new
         # of a text without an end, as self-written ones are, as much as fits
         length = min(longest, self.context_length)
         # anew for every shard: what was written before it changes nothing
         at_once = min(len(requests), self.at_once(length))
         self.engine.open(at_once, length, features=self.options.features)
-        found: dict[int, Written] = {}
-        prompts, cuts = self._prompts(requests, length), Cuts(self.options.top_p, self.options.min_p)
-        for text in write_texts(self.engine, prompts, cuts, self.stops, self.wanted.top_k):
-            found[text.number] = text
-            bar.add_tokens(len(text.tokens))
-            bar.update(1)
-        texts = [found[request.id] for request in requests]
-        return [text.tokens for text in texts], {
-            RECORDS: np.concatenate([text.records for text in texts]),
-            FEATURES: np.concatenate([text.features for text in texts]),
-        }
-
-    def _prompts(self, requests: list[Request], length: int) -> list[Prompt]:
-        """In the order of their tokens: prompts with one beginning follow each other, and it is read once."""
-        return [
-            Prompt(
-                request.id,
-                request.prompt_ids,
-                request.temperature,
-                self.seed * 1_000_003 + request.id,
-                min(self.options.max_new_tokens, length - len(request.prompt_ids)),
-            )
+        texts = (  # made when their place is free, so that none outlives its answer for long
+            Text(request, self.seed * 1_000_003 + request.id, min(len(request.prompt_ids) + new, length))
+            # prompts with one beginning follow each other, and it is read once
             for request in sorted(requests, key=lambda request: (request.prompt_ids, request.id))
-        ]
+        )
+        cuts = Warp(top_p=self.options.top_p, min_p=self.options.min_p)
+        yield from write_texts(self.engine, texts, cuts, self.stops, self.wanted.top_k)

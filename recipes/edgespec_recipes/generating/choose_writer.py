@@ -13,7 +13,6 @@ from edgespec_recipes.generating.batch_writer import BatchWriter
 from edgespec_recipes.generating.file_target import FileTarget, FileWriter, locate
 from edgespec_recipes.generating.response_shards import Writer
 from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
-from edgespec_recipes.generating.target_store import identity_of
 from edgespec_recipes.generating.torch_writer import TorchWriter
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.models.low_memory import check_settings
@@ -39,14 +38,14 @@ def writer_of(
         check_gives_states(inference)
     if inference.source == "torch" and not options.features:
         top_k = 0  # the store stage's pass over packed rows is cheap beside the writing, and keeping them twice takes disk
+    about = inference, target_folder, tokenizer, options, seed
     if _runs_in_torch(target_folder, inference):
-        identity = identity_of(target_folder, inference) if top_k or options.features else ""
-        return TorchWriter(target_folder, tokenizer, options, seed, inference, top_k, target=identity)
+        return TorchWriter(*about, top_k)
     if inference.source == "server":
-        return ServerWriter(ServerTarget(inference, target_folder, tokenizer), options, seed)
+        return ServerWriter(*about)
     if locate(inference)[0] == LLAMACPP:
-        return BatchWriter(inference, target_folder, tokenizer, options, seed, top_k)
-    return FileWriter(FileTarget(inference, target_folder), tokenizer, options, seed)
+        return BatchWriter(*about, top_k)
+    return FileWriter(*about)
 
 
 def _runs_in_torch(target_folder: Path, inference: InferenceOptions) -> bool:

@@ -23,6 +23,7 @@ from edgespec_recipes.generating.response_shards import (
     Request,
     Writer,
     about_file,
+    answered,
     answers_to,
     read_shard,
     shard_name,
@@ -121,7 +122,7 @@ def write_shards(
                     log.warning("%s; it is made again", error)
                     remade.append(number)
             start = time.monotonic()
-            answers, states = writer.answers(number, shards[number], bar)
+            answers, states = answered(writer, number, shards[number], bar)
             seconds += time.monotonic() - start
             written += sum(map(len, answers))
             rows = [request.row(answer) for request, answer in zip(shards[number], answers, strict=True)]

@@ -11,8 +11,9 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -21,6 +22,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from edgespec.core.errors import InputError
 from edgespec_recipes.losses.distributions import draw, token_at, warp
 from edgespec_recipes.models.packing import fitted
+from edgespec_recipes.stored.top_k import records_of
+from edgespec_recipes.stored.written_states import FEATURES, RECORDS
 
 
 @contextmanager
@@ -162,14 +165,34 @@ def pass_tokens(device: torch.device) -> int:
     return PASS_TOKENS if device.type == "cpu" else ACCELERATOR_TOKENS
 
 
-class States(Protocol):
-    """Who keeps what the model computes for the rows of a batch; `rows` are numbers of prompts."""
+class KeptStates:
+    """What is kept of the responses to one batch of prompts: records of `top_k` tokens, `features`; the `rows` are prompts."""
+
+    def __init__(self, prompts: int, top_k: int, features: bool) -> None:
+        self.top_k, self.features = top_k, features
+        self._records: list[list[np.ndarray]] = [[] for _ in range(prompts)]
+        self._features: list[list[np.ndarray]] = [[] for _ in range(prompts)]
 
     def read(self, rows: list[int], features: Tensor, valid: Tensor) -> None:
-        """Last hidden states [B, n, H] of the tokens that the rows read, where `valid` [B, n]."""
+        """Last hidden states [B, n, H] of the tokens that the rows have just read, where `valid` [B, n]."""
+        if not self.features:
+            return
+        states = features.to(torch.float16).cpu().numpy()
+        for row, of_row, counts in zip(rows, states, valid.cpu().numpy(), strict=True):
+            self._features[row].append(of_row[counts])
 
     def drawn(self, rows: list[int], logits: Tensor) -> None:
         """Logits [B, V] from which the rows' next tokens are drawn."""
+        if not self.top_k:
+            return
+        found = records_of(logits, self.top_k)
+        for place, row in enumerate(rows):
+            self._records[row].append(found[place : place + 1])
+
+    def of(self, prompt: int) -> dict[str, np.ndarray]:
+        """{kind: array} of one response, of the kinds that are wanted; see written_states.py."""
+        found = {RECORDS: self._records[prompt], FEATURES: self._features[prompt]}
+        return {kind: np.concatenate(arrays) for kind, arrays in found.items() if arrays}
 
 
 class BatchDecoder:
@@ -275,7 +298,7 @@ def sample_responses(
     noise: Tensor | None = None,
     stops: Sequence[int],
     min_p: float = 0.0,
-    states: States | None = None,
+    states: KeptStates | None = None,
 ) -> list[list[int]]:
     """Plain autoregressive responses to one batch of prompts; an ending stop token is kept.
 

@@ -28,7 +28,7 @@ from edgespec.core.metrics import RawCounts
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.token_rows import documents_of
-from edgespec_recipes.generating.response_shards import Answers, Request, Writer
+from edgespec_recipes.generating.response_shards import Answers, Request, Writer, Written
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.top_k import record_type, records_of
@@ -95,7 +95,7 @@ class FileTarget:
         context = how.context or (None if longest is None else context_for(longest))
         self.engine = CachedEngine(load_engine(engine, path, context, how.threads))
         self.context_length = self.engine.engine.context_length
-        self.vocab_size, self.folder = self.engine.engine.vocab_size, target_folder
+        self.vocab_size = self.engine.engine.vocab_size
         self.precision = Precision(path.name, f"the target is {path} on {engine}")
         check_vocabulary(self.engine.engine, path, target_folder)
 
@@ -120,16 +120,16 @@ class FileTarget:
         return np.concatenate(found)
 
 
-class FileWriter(Writer):
+class FileWriter(FileTarget, Writer):
     """An answer is a function of the file, the request and the seed, in whatever shard it stands."""
 
-    def __init__(self, target: FileTarget, tokenizer: Any, options: GenerateOptions, seed: int) -> None:
-        self.target, self.options, self.seed = target, options, seed
-        self.stops = stop_ids_of(target.folder, tokenizer)
-        self.context_length, self.precision = target.context_length, target.precision
+    def __init__(
+        self, how: InferenceOptions, target_folder: Path, tokenizer: Any, options: GenerateOptions, seed: int
+    ) -> None:
+        super().__init__(how, target_folder)
+        self.options, self.seed, self.stops = options, seed, stop_ids_of(target_folder, tokenizer)
 
-    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
-        answered, counts = [], RawCounts()
+    def answers(self, number: int, requests: list[Request]) -> Answers:
         for request in requests:
             how = DecodingOptions(
                 temperature=request.temperature,
@@ -139,7 +139,5 @@ class FileWriter(Writer):
                 seed=self.seed * 1_000_003 + request.id,
                 rule=LOSSLESS,
             )
-            blocks = decode(self.target.engine, None, request.prompt_ids, plain(how), self.stops, counts)
-            answered.append([token for block in blocks for token in block.tokens])
-            bar.update(1)
-        return answered, {}
+            blocks = decode(self.engine, None, request.prompt_ids, plain(how), self.stops, RawCounts())
+            yield Written(request.id, [token for block in blocks for token in block.tokens], {})

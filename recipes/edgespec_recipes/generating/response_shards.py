@@ -5,10 +5,11 @@ Who writes them is a `Writer`: torch, a file or a server. The checksums are in s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,9 +20,6 @@ from edgespec_recipes.data.prompts import Messages
 from edgespec_recipes.data.token_shards import check_file
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.written_states import Wanted, check_states, write_states
-
-Answers = tuple[list[list[int]], Mapping[str, np.ndarray]]
-"""Token ids of some responses, and the arrays that a writer's `wanted` names, one response's after the other's."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,17 @@ class Request:
         }
 
 
+class Written(NamedTuple):
+    """A response: the id of its request, its tokens, and what was kept of it, by its kind (written_states.py)."""
+
+    id: int
+    tokens: list[int]
+    kept: Mapping[str, np.ndarray]
+
+
+Answers = Generator[Written, None, None]
+
+
 class Writer(Protocol):
     """The target as a writer, wherever it runs.
 
@@ -59,8 +68,23 @@ class Writer(Protocol):
         """Raise InputError, before anything is written, for a request that it cannot send as it is."""
         return
 
-    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
-        """The answers to the requests of shard `number`, in order; `bar` goes on by one for each."""
+    def answers(self, number: int, requests: list[Request]) -> Answers:
+        """The answers to the requests of shard `number`, in any order."""
+
+
+def answered(
+    writer: Writer, number: int, requests: list[Request], bar: Any
+) -> tuple[list[list[int]], dict[str, np.ndarray]]:
+    """(the answers' tokens in the order of the requests, what was kept, one answer's after the other's); `bar` goes on."""
+    found: dict[int, Written] = {}
+    with closing(writer.answers(number, requests)) as answers:  # after an interrupt its requests end
+        for answer in answers:
+            found[answer.id] = answer
+            bar.add_tokens(len(answer.tokens))
+            bar.update(1)
+    ordered = [found[request.id] for request in requests]
+    kept = {kind: np.concatenate([answer.kept[kind] for answer in ordered]) for kind in ordered[0].kept}
+    return [answer.tokens for answer in ordered], kept
 
 
 def shard_name(number: int) -> str:

@@ -28,7 +28,14 @@ from edgespec.recipe.schema import DOCUMENT_TOKENS, INSTRUCTION_TOKENS, Generate
 from edgespec_recipes.data.prompts import plain_ids, render
 from edgespec_recipes.generating.choose_writer import writer_of
 from edgespec_recipes.generating.datagen import rate_of_all
-from edgespec_recipes.generating.response_shards import Request, Writer, read_shard, shard_name, write_shard
+from edgespec_recipes.generating.response_shards import (
+    Request,
+    Writer,
+    answered,
+    read_shard,
+    shard_name,
+    write_shard,
+)
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.parallel import processes
 
@@ -283,7 +290,7 @@ class _Job:
             raise InputError(
                 f"the chat template's beginning has {longest} tokens and the context {writer.context_length}; give files"
             )
-        found, _ = writer.answers(number, requests, bar)
+        found, _ = answered(writer, number, requests, bar)
         return [{"ids": [*opening, *ids]} for opening, ids in zip(openings, found, strict=True)]
 
 

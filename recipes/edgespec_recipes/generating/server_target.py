@@ -24,7 +24,7 @@ from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import lookalikes_of, plain_ids, render
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
-from edgespec_recipes.generating.response_shards import Answers, Request, Writer
+from edgespec_recipes.generating.response_shards import Answers, Request, Writer, Written
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.top_k import LEAST, record_type
@@ -264,38 +264,35 @@ class ServerTarget:
         return [token for _, token in best], [value for value, _ in best]
 
 
-class ServerWriter(Writer):
+class ServerWriter(ServerTarget, Writer):
     """Several requests are under way at once; each carries a seed of its own."""
 
-    def __init__(self, target: ServerTarget, options: GenerateOptions, seed: int) -> None:
-        self.target, self.options, self.seed = target, options, seed
-        self.context_length, self.precision = target.context_length, target.precision
-        self.stops = stop_ids_of(target.folder, target.tokenizer)
+    def __init__(
+        self, how: InferenceOptions, target_folder: Path, tokenizer: Any, options: GenerateOptions, seed: int
+    ) -> None:
+        super().__init__(how, target_folder, tokenizer)
+        self.options, self.seed, self.stops = options, seed, stop_ids_of(target_folder, tokenizer)
 
     def check(self, requests: list[Request]) -> None:
-        if self.target.sends_ids:
+        if self.sends_ids:
             return
         for request in requests:
-            if spelt := lookalikes_of(self.target.tokenizer).hide(request.messages)[1]:
+            if spelt := lookalikes_of(self.tokenizer).hide(request.messages)[1]:
                 raise InputError(
-                    f"{self.target.where} takes prompts as text, and there {', '.join(spelt.values())!r} of the instruction "
+                    f"{self.where} takes prompts as text, and there {', '.join(spelt.values())!r} of the instruction "
                     f"{request.messages[-1]['content'][:60]!r} would become a special token; leave that instruction out, or "
                     "use a server that takes token ids (inference.prompts ids)"
                 )
 
-    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
-        answered = []
-        with self.target.at_once() as pool:
-            for answer in pool.map(self._answer, requests):
-                answered.append(answer)
-                bar.update(1)
-        return answered, {}
+    def answers(self, number: int, requests: list[Request]) -> Answers:
+        with self.at_once() as pool:
+            for request, answer in zip(requests, pool.map(self._answer, requests), strict=True):
+                yield Written(request.id, answer, {})
 
     def _answer(self, request: Request) -> list[int]:
-        text = "" if self.target.sends_ids else self._text(request)
-        choice, counted = self.target.choice(
+        choice, counted = self.choice(
             {
-                "prompt": request.prompt_ids if self.target.sends_ids else text,
+                "prompt": request.prompt_ids if self.sends_ids else self._text(request),
                 "max_tokens": self.options.max_new_tokens,
                 "temperature": request.temperature,
                 "top_p": self.options.top_p,
@@ -309,38 +306,38 @@ class ServerWriter(Writer):
         written = len(ids) if counted is None else counted
         if not ids or written < self.options.max_new_tokens:
             raise OneProcessError(
-                f"{self.target.where} cut an answer off after {written} of "
+                f"{self.where} cut an answer off after {written} of "
                 f"{self.options.max_new_tokens} tokens; start it with a longer context, or lower generate.max_new_tokens"
             )
         return ids
 
     def _stop(self) -> int:
-        end = self.target.tokenizer.eos_token_id
+        end = self.tokenizer.eos_token_id
         return int(end) if end in self.stops else self.stops[0]
 
     def _text(self, request: Request) -> str:
         """The prompt in words, without the BOS that the server adds itself."""
-        tokenizer = self.target.tokenizer
+        tokenizer = self.tokenizer
         if request.messages:
             text = render(tokenizer, request.messages)
         else:  # texts of the target's own go on from tokens
             text = tokenizer.decode(request.prompt_ids, clean_up_tokenization_spaces=False)
-        return text.removeprefix(tokenizer.bos_token or "") if self.target.adds_bos else text
+        return text.removeprefix(tokenizer.bos_token or "") if self.adds_bos else text
 
     def _ids(self, choice: dict[str, Any]) -> list[int]:
         """The answer's tokens as the server sent them, else of its text."""
         given = choice.get("token_ids")
         if isinstance(given, list):
             for token in given:
-                if type(token) is not int or not 0 <= token < self.target.vocab_size:
+                if type(token) is not int or not 0 <= token < self.vocab_size:
                     raise OneProcessError(
-                        f"{self.target.where} sends the token {str(token)[:40]!r}; the target has ids "
-                        f"from 0 to {self.target.vocab_size - 1}: serve the same model"
+                        f"{self.where} sends the token {str(token)[:40]!r}; the target has ids "
+                        f"from 0 to {self.vocab_size - 1}: serve the same model"
                     )
             return given
         text = choice.get("text")
         if not isinstance(text, str) or unwritable(text):
             raise OneProcessError(
-                f"{self.target.server.url}{COMPLETIONS} sends a choice without a text; is it such a server?"
+                f"{self.server.url}{COMPLETIONS} sends a choice without a text; is it such a server?"
             )
-        return self.target.split(text)
+        return self.split(text)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from edgespec.core.errors import InputError
@@ -23,9 +22,9 @@ from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.generating.choose_writer import is_made_from
 from edgespec_recipes.generating.datagen import write_shards
 from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
-from edgespec_recipes.generating.response_shards import Answers, Request, Writer, read_responses
-from edgespec_recipes.generating.target_store import identity_of
-from edgespec_recipes.generating.torch_writer import load_writing, wanted_of
+from edgespec_recipes.generating.response_shards import Answers, Request, Writer, Written, read_responses
+from edgespec_recipes.generating.target_store import wanted_of
+from edgespec_recipes.generating.torch_writer import load_writing
 from edgespec_recipes.models.loading import load_tokenizer, shape_of, stop_ids_of
 from edgespec_recipes.parallel.memory import freed_memory_kept
 from edgespec_recipes.stored.top_k import records_of
@@ -53,20 +52,17 @@ class StateReader(Writer):
         shape = shape_of(self.model)
         self.context_length = shape.one_rope_length
         early = early_layers(shape.layers) if features == THREE else ()
-        self.wanted = wanted_of(self.model, identity_of(folder, how), top_k, features=True, early=early)
+        self.wanted = wanted_of(
+            folder, how, shape.vocab_size, shape.hidden, top_k, features=True, layers=early
+        )
 
-    @freed_memory_kept()
-    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
-        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        for batch in _passes(requests, self.replies):
-            found |= dict(zip((each.id for each in batch), self._states(batch), strict=True))
-            bar.add_tokens(sum(len(found[each.id][1]) for each in batch))
-            bar.update(len(batch))
-        records, features = (np.concatenate([found[each.id][part] for each in requests]) for part in range(2))
-        return [self.replies[each.id] for each in requests], {RECORDS: records, FEATURES: features}
+    def answers(self, number: int, requests: list[Request]) -> Answers:
+        with freed_memory_kept():
+            for batch in _passes(requests, self.replies):
+                yield from self._read(batch)
 
-    def _states(self, batch: Sequence[Request]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(records, features) of each text of a pass. The last token of a text is not read; padding stands behind the others."""
+    def _read(self, batch: Sequence[Request]) -> Answers:
+        """The texts of one pass. The last token of a text is not read; padding stands behind the others."""
         texts = [[*each.prompt_ids, *self.replies[each.id]][:-1] for each in batch]
         ids = torch.zeros(len(batch), max(map(len, texts)), dtype=torch.long)
         drawn = torch.zeros_like(ids, dtype=torch.bool)  # where the next token is one of a reply
@@ -79,7 +75,8 @@ class StateReader(Writer):
         features, end = hidden.to(torch.float16).cpu().numpy(), 0
         for row, (each, text) in enumerate(zip(batch, texts, strict=True)):
             start, end = end, end + len(self.replies[each.id])
-            yield records[start:end], features[row, : len(text)].copy()
+            kept = {RECORDS: records[start:end], FEATURES: features[row, : len(text)].copy()}
+            yield Written(each.id, self.replies[each.id], kept)
 
 
 def _passes(requests: Sequence[Request], replies: Sequence[Sequence[int]]) -> Iterator[list[Request]]:

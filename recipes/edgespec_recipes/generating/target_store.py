@@ -42,7 +42,7 @@ from edgespec_recipes.stored.top_k import (
     record_type,
     records_of,
 )
-from edgespec_recipes.stored.written_states import Mapped, Part, WrittenTarget, save_array
+from edgespec_recipes.stored.written_states import Mapped, Part, Wanted, WrittenTarget, save_array
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,22 @@ def identity_of(folder: Path, inference: InferenceOptions) -> str:
 def _hash_of(files: Sequence[Path]) -> str:
     """Of the files' content, whatever they are called."""
     return hashlib.sha256("".join(map(sha256_file, files)).encode()).hexdigest()
+
+
+def wanted_of(
+    folder: Path,
+    inference: InferenceOptions,
+    vocab_size: int,
+    width: int,
+    top_k: int,
+    *,
+    features: bool,
+    layers: tuple[int, ...] = (),
+) -> Wanted:
+    """What is kept of a target; `width`: of one hidden state. Raises InputError for a top_k above its vocabulary."""
+    check_top_k(top_k, vocab_size)
+    target = identity_of(folder, inference) if top_k or features else ""
+    return Wanted(target, vocab_size, width * (1 + len(layers)), top_k, features, layers)
 
 
 def store_targets(

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from edgespec_recipes.generating import batch_sampling
-from edgespec_recipes.generating.batch_sampling import Cuts, draw_rows, largest
+from edgespec_recipes.generating.batch_sampling import draw_rows, largest
 from edgespec_recipes.stored.top_k import compress
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
 
 HEAT = (0.0, 0.3, 0.7, 1.0)
+CUTS = ((0.95, 0.0), (1.0, 0.0), (0.9, 0.05), (1.0, 0.2), (1e-6, 0.0))
 
 
 class Fixed:
@@ -29,11 +30,9 @@ def rows_of(count: int, columns: int, spread: float, seed: int = 0) -> np.ndarra
 
 
 @pytest.mark.parametrize("columns", [11, 700, pytest.param(20_000, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "cuts", [Cuts(0.95, 0.0), Cuts(1.0, 0.0), Cuts(0.9, 0.05), Cuts(1.0, 0.2), Cuts(1e-6, 0.0)]
-)
+@pytest.mark.parametrize("cuts", [Warp(top_p=top_p, min_p=min_p) for top_p, min_p in CUTS])
 @pytest.mark.parametrize("spread", [0.5, 6.0])
-def test_a_tokens_law_is_the_runtimes(columns: int, cuts: Cuts, spread: float) -> None:
+def test_a_tokens_law_is_the_runtimes(columns: int, cuts: Warp, spread: float) -> None:
     """By enumeration: equally spaced numbers through the inversion give each token as often as it is probable."""
     logits, marks = rows_of(1, columns, spread), 2000
     for temperature in HEAT:
@@ -47,7 +46,7 @@ def test_a_tokens_law_is_the_runtimes(columns: int, cuts: Cuts, spread: float) -
 
 def test_the_same_number_gives_the_token_that_one_sequence_would_draw() -> None:
     logits, heat = rows_of(64, 49_152, 5.0), HEAT * 16
-    tokens, _ = draw_rows(logits, heat, Cuts(0.95, 0.02), [Uniforms(seed) for seed in range(64)])
+    tokens, _ = draw_rows(logits, heat, Warp(top_p=0.95, min_p=0.02), [Uniforms(seed) for seed in range(64)])
     ways = [Warp(temperature, top_p=0.95, min_p=0.02) for temperature in heat]
     assert tokens == [
         warp(row, how).sample(Uniforms(seed))
@@ -59,7 +58,7 @@ def test_numbers_are_drawn_only_where_there_is_a_choice() -> None:
     logits = rows_of(3, 500, 1.0)
     logits[1, 7] = 60.0
     sources = [Fixed(0.3) for _ in range(3)]
-    tokens, _ = draw_rows(logits, [0.0, 1.0, 1.0], Cuts(0.95, 0.0), sources)
+    tokens, _ = draw_rows(logits, [0.0, 1.0, 1.0], Warp(top_p=0.95), sources)
     assert [source.asked for source in sources] == [0, 0, 1]
     assert tokens[:2] == [logits[0].argmax(), 7]
 
@@ -73,7 +72,7 @@ def test_a_wide_nucleus_goes_through_the_whole_row(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(batch_sampling, "warp", counted)
     flat, peaked = rows_of(2, 9000, 0.1), rows_of(2, 9000, 9.0)
-    draw_rows(np.concatenate([flat, peaked]), [1.0] * 4, Cuts(0.95, 0.0), [Fixed(0.5)] * 4)
+    draw_rows(np.concatenate([flat, peaked]), [1.0] * 4, Warp(top_p=0.95), [Fixed(0.5)] * 4)
     assert len(asked) == 2
 
 
@@ -90,7 +89,7 @@ def test_the_largest_entries(columns: int, count: int) -> None:
 @pytest.mark.parametrize(("columns", "top_k"), [(12, 12), (512, 8), (20_000, 64), (70_000, 200)])
 def test_records_are_those_of_the_torch_path(columns: int, top_k: int) -> None:
     logits = rows_of(19, columns, 5.0)
-    _, records = draw_rows(logits, [0.7] * 19, Cuts(0.95, 0.0), [Fixed(0.5)] * 19, top_k)
+    _, records = draw_rows(logits, [0.7] * 19, Warp(top_p=0.95), [Fixed(0.5)] * 19, top_k)
     ids, log_p, log_rest = compress(torch.from_numpy(logits), top_k)
     np.testing.assert_array_equal(records["ids"], ids.numpy())
     np.testing.assert_allclose(records["log_p"].astype(float), log_p.numpy(), rtol=2e-3, atol=1e-6)

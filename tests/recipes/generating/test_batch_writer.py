@@ -16,18 +16,23 @@ import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_recipes.generating import batch_writer, target_store
-from edgespec_recipes.generating.batch_sampling import Cuts
-from edgespec_recipes.generating.batch_writer import BatchWriter
-from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
+from edgespec_recipes.generating.batch_writer import BatchWriter, Text, write_texts
 from edgespec_recipes.generating.datagen import generate
-from edgespec_recipes.generating.file_target import FileTarget, FileWriter
-from edgespec_recipes.generating.response_shards import Request, damaged_shards, read_responses
+from edgespec_recipes.generating.file_target import FileWriter
+from edgespec_recipes.generating.response_shards import (
+    Request,
+    Written,
+    answered,
+    damaged_shards,
+    read_responses,
+)
 from edgespec_recipes.generating.target_store import store_targets
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.stored import written_states
 from edgespec_recipes.training.distill import responses_of
 from edgespec_runtime.batched.sequences import PASS_TOKENS, LlamaCppSequences
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
+from edgespec_runtime.rules.sampling import Warp
 from repository import PYTHONPATH
 from stored_rows import read_states
 from tiny_models import make_model_folder
@@ -86,56 +91,63 @@ def alone(folder: Path) -> Iterator[LlamaCppEngine]:
     found.close()
 
 
-def written(engine: LlamaCppSequences, prompts: list[Prompt], at_once: int, **how: Any) -> list[Written]:
-    length = max(len(prompt.tokens) + prompt.most for prompt in prompts)
-    engine.open(at_once, length, features=how.pop("features", False))
-    return list(write_texts(engine, prompts, Cuts(0.95, 0.0), how.pop("stops", [STOP]), **how))
+def written(
+    engine: LlamaCppSequences, texts: list[Text], at_once: int, *, features: bool = False, **how: Any
+) -> list[Written]:
+    engine.open(at_once, max(text.end for text in texts), features=features)
+    return list(write_texts(engine, texts, Warp(top_p=0.95), how.pop("stops", [STOP]), **how))
 
 
-def some_prompts(sizes: list[int], temperature: float = 0.0, most: int = 12) -> list[Prompt]:
+def some_requests(sizes: list[int], temperature: float = 0.0) -> list[Request]:
     generator = np.random.default_rng(1)
     return [
-        Prompt(number, generator.integers(4, 500, size).tolist(), temperature, number, most)
+        Request(number, [], generator.integers(4, 500, size).tolist(), temperature)
         for number, size in enumerate(sizes)
     ]
 
 
-def greedy(alone: LlamaCppEngine, prompt: Prompt, stops: list[int]) -> list[int]:
+def texts_of(requests: list[Request]) -> list[Text]:
+    return [Text(request, request.id, len(request.prompt_ids) + 12) for request in requests]
+
+
+def greedy(alone: LlamaCppEngine, text: Text, stops: list[int]) -> list[int]:
+    prompt = text.request.prompt_ids
     alone.rewind(0)
-    for start in range(0, len(prompt.tokens), 256):
-        logits = alone.forward(prompt.tokens[start : start + 256])
+    for start in range(0, len(prompt), 256):
+        logits = alone.forward(prompt[start : start + 256])
     found = [int(logits[-1].argmax())]
-    while found[-1] not in stops and len(found) < prompt.most:
+    while found[-1] not in stops and len(prompt) + len(found) < text.end:
         found.append(int(alone.forward(found[-1:])[-1].argmax()))
     return found
 
 
 def test_greedy_texts_are_those_of_one_sequence(engine: LlamaCppSequences, alone: LlamaCppEngine) -> None:
     """Prompts longer than a pass, some that begin alike, more of them than places, texts of unlike lengths."""
-    prompts = some_prompts([3, 40, 1, PASS_TOKENS + 88, 17, 5, 300, 8, 9])
+    requests = some_requests([3, 40, 1, PASS_TOKENS + 88, 17, 5, 300, 8, 9])
     twins = [
-        replace(prompts[1], number=20),
-        replace(prompts[6], number=21, tokens=[*prompts[6].tokens[:250], 5, 6]),
-        replace(prompts[0], number=22, most=1),
+        replace(requests[1], id=20),
+        replace(requests[6], id=21, prompt_ids=[*requests[6].prompt_ids[:250], 5, 6]),
     ]
-    stops = [STOP, greedy(alone, prompts[4], [])[5]]
-    found = written(engine, [*prompts, *twins], 3, stops=stops)
-    assert sorted(text.number for text in found) == [*range(9), 20, 21, 22]
-    wanted = {prompt.number: greedy(alone, prompt, stops) for prompt in [*prompts, *twins]}
-    assert {text.number: text.tokens for text in found} == wanted
+    texts = [*texts_of([*requests, *twins]), Text(replace(requests[0], id=22), 22, 4)]  # the last: one token
+    stops = [STOP, greedy(alone, texts[4], [])[5]]
+    found = written(engine, texts, 3, stops=stops)
+    assert sorted(text.id for text in found) == [*range(9), 20, 21, 22]
+    wanted = {text.request.id: greedy(alone, text, stops) for text in texts}
+    assert {text.id: text.tokens for text in found} == wanted
     assert len({len(tokens) for tokens in wanted.values()}) > 2
+    assert len(wanted[22]) == 1
 
 
 def test_records_and_features_are_those_of_one_pass(folder: Path, engine: LlamaCppSequences) -> None:
-    shared = some_prompts([30, 4, 11, 7, 600], temperature=1.0)
-    prompts = [*shared, replace(shared[0], number=9, tokens=[*shared[0].tokens[:25], 77])]
+    shared = some_requests([30, 4, 11, 7, 600], temperature=1.0)
+    requests = [*shared, replace(shared[0], id=9, prompt_ids=[*shared[0].prompt_ids[:25], 77])]
+    prompts = {request.id: request.prompt_ids for request in requests}
     model = load_model(folder / TARGET)
-    for text in written(engine, prompts, 2, top_k=TOP_K, features=True):
-        prompt = next(prompt for prompt in prompts if prompt.number == text.number)
-        hidden, kept = one_pass(model, list(prompt.tokens), text.tokens, TOP_K)
-        assert text.features.shape == hidden.shape
-        near(text.features, hidden)
-        near_records(text.records, kept, same=0.95)
+    for text in written(engine, texts_of(requests), 2, top_k=TOP_K, features=True):
+        hidden, kept = one_pass(model, prompts[text.id], text.tokens, TOP_K)
+        assert text.kept["features"].shape == hidden.shape
+        near(text.kept["features"], hidden)
+        near_records(text.kept["top_k"], kept, same=0.95)
 
 
 def test_rows_are_those_of_one_sequence_at_any_temperature(
@@ -143,15 +155,15 @@ def test_rows_are_those_of_one_sequence_at_any_temperature(
 ) -> None:
     """The same seeds through the runtime's own loop."""
     tokenizer = load_tokenizer(folder / TARGET)
-    prompts = some_prompts([5, 9, 30, 2, 14, 21])
     requests = [
-        Request(one.number, [], list(one.tokens), (0.0, 0.3, 0.7, 1.0)[one.number % 4]) for one in prompts
+        replace(request, temperature=(0.0, 0.3, 0.7, 1.0)[request.id % 4])
+        for request in some_requests([5, 9, 30, 2, 14, 21])
     ]
     many, one = (
-        writer.answers(0, requests, Bar("", None, "", 0))[0]
+        answered(writer, 0, requests, Bar("", None, "", 0))[0]
         for writer in (
             BatchWriter(how, folder / TARGET, tokenizer, options, 7),
-            FileWriter(FileTarget(how, folder / TARGET), tokenizer, options, 7),
+            FileWriter(how, folder / TARGET, tokenizer, options, 7),
         )
     )
     # a number that falls on the border of two tokens may give the other one: the cache is F16

@@ -17,7 +17,7 @@ from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_recipes.data.documents import read_documents
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.generating import self_written
-from edgespec_recipes.generating.response_shards import Answers, Request, read_responses
+from edgespec_recipes.generating.response_shards import Answers, Request, Written, read_responses
 from edgespec_recipes.generating.self_written import (
     INSTRUCTIONS,
     TEXT,
@@ -69,18 +69,16 @@ class Typist:
         self.shards: list[int] = []
         self.beginnings: list[list[int]] = []
 
-    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
+    def answers(self, number: int, requests: list[Request]) -> Answers:
         self.shards.append(number)
         self.beginnings += [list(request.prompt_ids) for request in requests]
         drawn = random.Random(f"{self.seed} {number}")
-        answers, before = [], ""
-        for place in range(len(requests)):
+        before = ""
+        for place, request in enumerate(requests):
             text = " ".join(drawn.choice(WORDS) for _ in range(6)) + ("?" if place % 3 else "")
             text = "hm" if place % 3 == 0 else text
             text, before = (f"  {before.upper()} " if place == 5 else text), text  # said before, in capitals
-            answers.append(self.tokenizer.encode(f"{text}{END}", add_special_tokens=False))
-            bar.update(1)
-        return answers, {}
+            yield Written(request.id, self.tokenizer.encode(f"{text}{END}", add_special_tokens=False), {})
 
 
 @pytest.fixture
@@ -225,10 +223,10 @@ def test_a_killed_writing_goes_on(
 ) -> None:
     write_instructions(tmp_path / "whole", target, 9, OPTIONS, 0)
 
-    def killed(self: Typist, number: int, requests: list[Request], bar: Any) -> Any:
+    def killed(self: Typist, number: int, requests: list[Request]) -> Answers:
         if number == 2:
             raise KeyboardInterrupt
-        return write(self, number, requests, bar)
+        return write(self, number, requests)
 
     write = Typist.answers
     with monkeypatch.context() as patch:

@@ -16,7 +16,7 @@ from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.generating import http_json
 from edgespec_recipes.generating.choose_writer import check_source
 from edgespec_recipes.generating.datagen import generate
-from edgespec_recipes.generating.response_shards import Request, read_responses
+from edgespec_recipes.generating.response_shards import Request, answered, read_responses
 from edgespec_recipes.generating.self_written import user_turn
 from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
 from edgespec_recipes.generating.target_store import store_targets
@@ -62,6 +62,11 @@ def at(url: str, **settings: Any) -> InferenceOptions:
 
 def target_at(url: str, root: Path, **settings: Any) -> ServerTarget:
     return ServerTarget(at(url, **settings), root / "target", load_tokenizer(root / "target"))
+
+
+def writer_at(url: str, root: Path, options: GenerateOptions, **settings: Any) -> ServerWriter:
+    target = root / "target"
+    return ServerWriter(at(url, **settings), target, load_tokenizer(target), options, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -241,8 +246,8 @@ def test_what_goes_on_from_tokens_alone_goes_as_text_too(
     """As an instruction of the target's own goes on from the template's beginning."""
     tokenizer = load_tokenizer(root / "target")
     turn = [Request(0, [], user_turn(tokenizer).before, 0.0)]
-    targets = [target_at(url, root, prompts=prompts) for prompts in ("ids", "text")]
-    written = [ServerWriter(target, options, 0).answers(0, turn, Bar("", 1, "", 0))[0] for target in targets]
+    writers = [writer_at(url, root, options, prompts=prompts) for prompts in ("ids", "text")]
+    written = [answered(writer, 0, turn, Bar("", 1, "", 0))[0] for writer in writers]
     assert written[0] == written[1]
 
 
@@ -261,10 +266,11 @@ def test_after_an_interrupt_nothing_is_tried_again(
     monkeypatch.setattr(http_json, "FIRST_WAIT", 5.0)
     requests = [Request(number, [], [5, 6], 0.0) for number in range(3)]
     with spoiling(url, busy) as server:
-        writer = ServerWriter(target_at(server.url, root, parallel=1), options, 0)
+        writer = writer_at(server.url, root, options, parallel=1)
         start = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            writer.answers(0, requests, Interrupted("", 3, "", 0))
+        with pytest.raises(KeyboardInterrupt) as held:
+            answered(writer, 0, requests, Interrupted("", 3, "", 0))
+        assert writer.server.stopped.is_set(), held  # at once, not when the exception is forgotten
     assert time.monotonic() - start < 4
 
 

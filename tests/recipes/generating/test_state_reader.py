@@ -12,7 +12,7 @@ import pytest
 import torch
 from edgespec_recipes.generating import torch_writer
 from edgespec_recipes.generating.datagen import generate
-from edgespec_recipes.generating.response_shards import Request, read_responses
+from edgespec_recipes.generating.response_shards import Request, answered, read_responses
 from edgespec_recipes.generating.state_reader import StateReader, read_again, read_conversations
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
@@ -82,7 +82,7 @@ def test_reading_keeps_what_writing_kept(folder: Path, written: Path) -> None:
     kept = list(read_states(next(written.glob("shard-*.jsonl"))))
     reader = StateReader(folder / TARGET, [row["response_ids"] for row, _, _ in kept], stops, HOW, TOP_K)
     requests = [Request(number, [], row["prompt_ids"], 1.0) for number, (row, _, _) in enumerate(kept)]
-    answers, states = reader.answers(0, requests, Bar("read", len(requests), "texts", 0))
+    answers, states = answered(reader, 0, requests, Bar("read", len(requests), "texts", 0))
     assert answers == [row["response_ids"] for row, _, _ in kept]
     records, features = (np.concatenate([each[part] for each in kept]) for part in (1, 2))
     near(states["features"], features)
