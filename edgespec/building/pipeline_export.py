@@ -117,7 +117,7 @@ class ExportStages:
 
     def _check_data(self, data: BuildData) -> None:
         """Data that cannot be read stop a build before its first training step: InputError naming file and row, MissingExtra."""
-        from edgespec_recipes.data.data_check import check_data
+        from edgespec_recipes.data.prompts import check_data
 
         if data:
             self.stage(

@@ -161,23 +161,22 @@ def _text(row: Row, key: str, where: str, *, optional: bool = False) -> str:
     return value
 
 
-def _asked(instruction: str, more: str, answer: str) -> list[Conversation]:
-    """One turn: the instruction with what it is about below it; a blank answer is none."""
-    if not instruction.strip():
+def _exchange(row: Row, where: str, asks: str, about: str, *answers: str) -> list[Conversation]:
+    """One turn: the instruction under `asks`, what it is about under `about`; a blank answer is none."""
+    answer = next((text for key in answers if (text := _text(row, key, where, optional=True))), "")
+    more = _text(row, about, where, optional=True) if about else ""
+    content = _text(row, asks, where)
+    if not content.strip():
         return []
-    content = f"{instruction}\n\n{more}" if more.strip() else instruction
+    if more.strip():
+        content += f"\n\n{more}"
     return [Conversation([{"role": "user", "content": content}], answer if answer.strip() else None)]
 
 
-def _pair(asks: str, about: str = "", *answers: str) -> Callable[[Row, str], list[Conversation]]:
-    """A reader of rows with an instruction under `asks`, what it is about under `about`, the answer under one of `answers`."""
-
-    def read(row: Row, where: str) -> list[Conversation]:
-        answer = next((text for key in answers if (text := _text(row, key, where, optional=True))), "")
-        more = _text(row, about, where, optional=True) if about else ""
-        return _asked(_text(row, asks, where), more, answer)
-
-    return read
+def _pair(name: str, asks: str, about: str, answer: str) -> Form:
+    """The form of rows with an instruction and its answer; `about` may be ''."""
+    keys = ", ".join(filter(None, (asks, about, answer)))
+    return Form(name, keys, _has(asks, answer), lambda row, where: _exchange(row, where, asks, about, answer))
 
 
 def _system(row: Row, where: str) -> list[Message]:
@@ -198,7 +197,7 @@ def _alpaca(row: Row, where: str) -> list[Conversation]:
     before = _system(row, where)
     for asked, said in history:
         before += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-    found = _pair("instruction", "input", "output")(row, where)
+    found = _exchange(row, where, "instruction", "input", "output")
     return [replace(one, messages=before + one.messages) for one in found]
 
 
@@ -209,16 +208,14 @@ def _self_instruct(row: Row, where: str) -> list[Conversation]:
     return [
         conversation
         for instance in instances
-        for conversation in _asked(
-            instruction,
-            _text(instance, "input", where, optional=True),
-            _text(instance, "output", where, optional=True),
+        for conversation in _exchange(
+            {**instance, "instruction": instruction}, where, "instruction", "input", "output"
         )
     ]
 
 
-def _turns(key: str) -> Callable[[Row, str], list[Conversation]]:
-    """A reader of rows with a list of turns under `key`, of role and content or of ShareGPT's from and value."""
+def _turns(name: str, key: str, turn: str) -> Form:
+    """The form of rows with a list of turns under `key`, of role and content or of ShareGPT's from and value."""
 
     def read(row: Row, where: str) -> list[Conversation]:
         turns = row[key]
@@ -228,7 +225,7 @@ def _turns(key: str) -> Callable[[Row, str], list[Conversation]]:
         own = any(message["role"] == "system" for message in messages)
         return list(_last_exchange(messages if own else _system(row, where) + messages))
 
-    return read
+    return Form(name, f"{key}: {turn}", _has(key), read)
 
 
 def _turn(turn: Any, where: str) -> Message:
@@ -283,25 +280,15 @@ OPENASSISTANT = Form(
 FORMS = (  # in order: the first that fits is it
     OPENASSISTANT_TREE,
     OPENASSISTANT,
-    Form("messages", "messages: role, content", _has("messages"), _turns("messages")),
-    Form(
-        "ShareGPT",
-        "conversations: from, value, or role, content",
-        _has("conversations"),
-        _turns("conversations"),
-    ),
+    _turns("messages", "messages", "role, content"),
+    _turns("ShareGPT", "conversations", "from, value, or role, content"),
     Form(
         "self-instruct",
         "instruction, instances: input, output",
         _has("instruction", "instances"),
         _self_instruct,
     ),
-    Form(
-        "dolly",
-        "instruction, context, response",
-        _has("instruction", "response"),
-        _pair("instruction", "context", "response"),
-    ),
+    _pair("dolly", "instruction", "context", "response"),
     Form(
         "alpaca",
         "instruction, input, output",
@@ -309,13 +296,11 @@ FORMS = (  # in order: the first that fits is it
         _alpaca,
     ),
     Form("instruction", "instruction", _has("instruction"), _alpaca),
-    Form(
-        "question and answer", "question, answer", _has("question", "answer"), _pair("question", "", "answer")
-    ),
+    _pair("question and answer", "question", "", "answer"),
     Form(
         "prompt",
         "prompt, completion or response",
         _has("prompt"),
-        _pair("prompt", "", "completion", "response"),
+        lambda row, where: _exchange(row, where, "prompt", "", "completion", "response"),
     ),
 )

@@ -1,6 +1,7 @@
 """Conversations as token ids: those that the target is asked to continue, and those that somebody else answered.
 
-A source is an instruction set in any form instructions.py knows; of prompts also `python-stdlib`. Knows nothing of models.
+A source is an instruction set in any form instructions.py knows; of prompts also `python-stdlib`. All sources of a recipe, texts
+too, can be read once ahead. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
 from jinja2 import TemplateError
 
 from edgespec.core.errors import InputError
+from edgespec.core.progress import progress
+from edgespec.recipe.data_sources import HUB, BuildData
 from edgespec.recipe.schema import PYTHON_STDLIB
 from edgespec_recipes.data.corpus import stdlib_corpus
+from edgespec_recipes.data.documents import read_documents
 from edgespec_recipes.data.instructions import Conversation, read_conversations
 from edgespec_recipes.data.sources import in_turn
 
@@ -23,6 +27,7 @@ Messages = list[dict[str, str]]
 
 STDLIB_FILES = {"seed": "seed_instructions.jsonl", "heldout": "heldout.jsonl"}
 FEWEST = 2  # answered conversations: a file that gives one is a mistake, or teaches one sentence by heart
+MEASURED, FEWEST_MEASURED = "evaluate.prompts_file", 2
 
 
 def read_prompts(source: str | Sequence[str], split: str) -> list[Messages]:
@@ -156,3 +161,31 @@ def read_answered(source: str, strict: bool = False) -> list[Conversation]:
 def read_replies(source: str, tokenizer: Any, stops: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """`encode_reply` of every conversation in `source` that has a response. Raises InputError where fewer than two have one."""
     return [encode_reply(tokenizer, conversation, stops) for conversation in read_answered(source)]
+
+
+def check_data(data: BuildData, strict: bool = False) -> dict[str, Any]:
+    """Read every source of a recipe once before anything is trained: what is wrong with a row is said by file and row.
+
+    A text of gigabytes takes minutes here; tokenising it takes longer. Text on the hub is not read ahead: it may have no end.
+
+    Returns how many documents and conversations each holds. Raises InputError (and MissingExtra) as their readers do, and for
+    fewer than two held-out prompts; with `strict` for a conversation with turns of tools too.
+    """
+    counts: dict[str, Any] = {}
+    for name, source in data.prompts.items():
+        if source != PYTHON_STDLIB:
+            count = len(read_conversations(source, strict))
+            if name == MEASURED and count < FEWEST_MEASURED:
+                raise InputError(
+                    f"{source} has {count} conversations; an interval over held-out prompts needs {FEWEST_MEASURED} at least"
+                )
+            counts[name] = {"conversations": count}
+    for name, source in data.replies.items():
+        counts[name] = {"conversations": len(read_answered(source, strict))}
+    for name, source in data.texts.items():
+        if source != PYTHON_STDLIB and not source.startswith(HUB):
+            with progress(f"read {source}", None, "documents") as bar:
+                for _ in read_documents(source):
+                    bar.update(1)
+                counts[name] = {"documents": int(bar.n)}
+    return counts

@@ -74,21 +74,19 @@ def json_rows(file: Path, longest: int) -> Numbered:
         number = 0
         while line := stream.readline(longest + 1):
             number += 1
+            where = f"{file}:{number}"
             if len(line) > longest:
                 raise InputError(
-                    f"{file}:{number} is longer than {longest:,} characters; split it into rows below that"
+                    f"{where} is longer than {longest:,} characters; split it into rows below that"
                 )
-            if line.strip():
-                yield f"{file}:{number}", _json_object(line, f"{file}:{number}")
-
-
-def _json_object(line: str, where: str) -> dict[str, Any]:
-    row = parse_json(line, where)
-    if isinstance(row, dict):
-        check_json(line, row, where)
-        return row
-    hint = "; a file that is one list is named .json" if isinstance(row, list) else ""
-    raise InputError(f"{where} is {str(row)[:60]!r}; each line must be a JSON object{hint}")
+            if not line.strip():
+                continue
+            row = parse_json(line, where)
+            if not isinstance(row, dict):
+                hint = "; a file that is one list is named .json" if isinstance(row, list) else ""
+                raise InputError(f"{where} is {str(row)[:60]!r}; each line must be a JSON object{hint}")
+            check_json(line, row, where)
+            yield where, row
 
 
 def json_list(file: Path) -> Numbered:

@@ -19,8 +19,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -62,6 +61,10 @@ class Fact:
     kind: str
     package: str
     summary: str
+
+
+Said = tuple[str, str, str, str | None]
+"""Name, kind and package of a thing, and its docstring."""
 
 
 def summarise(docstring: str | None) -> str | None:
@@ -114,39 +117,32 @@ def package_of(module: str) -> str:
     return top.removeprefix("_py").lstrip("_") or top
 
 
-def _is_compiled(module: str) -> bool:
-    if module in sys.builtin_module_names:
-        return True
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return False
-    return bool(spec and spec.origin and spec.origin.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)))
-
-
 def _import_compiled(module: str) -> Any:
-    """A compiled module, or None where it cannot be imported on this machine."""
-    if module.split(".")[0] in EXCLUDED or not _is_compiled(module):
+    """A compiled module, or None where it is none or cannot be imported on this machine."""
+    if module.split(".")[0] in EXCLUDED:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated modules say so when imported
         try:
+            if module not in sys.builtin_module_names:
+                spec = importlib.util.find_spec(module)
+                endings = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+                if not (spec and spec.origin and spec.origin.endswith(endings)):
+                    return None
             return importlib.import_module(module)
-        except ImportError:
+        except (ImportError, ValueError):
             return None
 
 
-def _object_facts(module: str, name: str, value: Any, package: str) -> Iterator[Fact]:
+def _object_facts(module: str, name: str, value: Any, package: str) -> Iterator[Said]:
     if name.startswith("_") or not (inspect.isclass(value) or inspect.isbuiltin(value)):
         return  # what Python code put there (site's `exit`) depends on how the program was started
     public, is_class = f"{module}.{name}" if module != "builtins" else name, inspect.isclass(value)
-    if summary := summarise(getattr(value, "__doc__", None)):
-        yield Fact(public, "class" if is_class else "function", package, summary)
+    yield public, "class" if is_class else "function", package, getattr(value, "__doc__", None)
     for member in sorted(vars(value)) if is_class else []:
         method = vars(value)[member]
-        public_method = not member.startswith("_") and callable(method)
-        if public_method and (summary := summarise(getattr(method, "__doc__", None))):
-            yield Fact(f"{public}.{member}", "method", package, summary)
+        if not member.startswith("_") and callable(method):
+            yield f"{public}.{member}", "method", package, getattr(method, "__doc__", None)
 
 
 def _exported(tree: ast.Module) -> list[str]:
@@ -190,27 +186,25 @@ def _bound_methods(tree: ast.Module) -> dict[str, ast.FunctionDef]:
     return found
 
 
-def _module_facts(module: str, tree: ast.Module, public: str) -> Iterator[Fact]:
+def _module_facts(module: str, tree: ast.Module, public: str) -> Iterator[Said]:
     package = package_of(module)
-    if summary := summarise(ast.get_docstring(tree)):
-        yield Fact(public, "module", package, summary)
+    yield public, "module", package, ast.get_docstring(tree)
 
     definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
-    def definitions(body: list[ast.stmt], prefix: str, callables: str) -> Iterator[Fact]:
+    def definitions(body: list[ast.stmt], prefix: str, callables: str) -> Iterator[Said]:
         for node in body:
             if not isinstance(node, definition) or node.name.startswith("_"):
                 continue
             name, is_class = f"{prefix}.{node.name}", isinstance(node, ast.ClassDef)
-            if summary := summarise(ast.get_docstring(node)):
-                yield Fact(name, "class" if is_class else callables, package, summary)
+            yield name, "class" if is_class else callables, package, ast.get_docstring(node)
             if is_class and callables == "function":
                 yield from definitions(node.body, name, "method")
 
     yield from definitions(tree.body, public, "function")
     for name, method in _bound_methods(tree).items():
-        if not name.startswith("_") and (summary := summarise(ast.get_docstring(method))):
-            yield Fact(f"{public}.{name}", "function", package, summary)
+        if not name.startswith("_"):
+            yield f"{public}.{name}", "function", package, ast.get_docstring(method)
     for node in _imports(tree.body):
         compiled = _import_compiled(node.module) if node.module and not node.level else None
         if compiled is not None:  # functools.reduce lives in _functools
@@ -234,55 +228,44 @@ def _re_exports(trees: dict[str, ast.Module]) -> dict[str, str]:
     return found
 
 
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """No collection of cycles: each would walk all trees, and takes half of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _parse() -> dict[str, ast.Module]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in the library's own strings
-        return {
-            module: ast.parse(file.read_text(encoding="utf-8", errors="replace"))
-            for module, file in library_files()
-        }
-
-
 @functools.cache
-@_no_collector()
 def library_facts() -> tuple[Fact, ...]:
     """Every public thing of the library once, in a fixed order (2 s)."""
-    trees = _parse()
-    renamed = _re_exports(trees)
-    facts: dict[str, Fact] = {}
-    for fact in chain(_compiled_facts(), _python_facts(trees), _topic_facts()):
-        head, _, tail = fact.name.rpartition(".")
-        name = renamed.get(fact.name) or (f"{renamed[head]}.{tail}" if head in renamed else fact.name)
-        facts.setdefault(name, replace(fact, name=name))
-    return tuple(facts.values())
+    gc.disable()  # each collection of cycles would walk all trees, and takes half of the time
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in the library's own strings
+            trees = {
+                module: ast.parse(file.read_text(encoding="utf-8", errors="replace"))
+                for module, file in library_files()
+            }
+        renamed = _re_exports(trees)
+        facts: dict[str, Fact] = {}
+        for name, kind, package, docstring in chain(_compiled_facts(), _python_facts(trees), _topic_facts()):
+            if not (summary := summarise(docstring)):
+                continue
+            head, _, tail = name.rpartition(".")
+            public = renamed.get(name) or (f"{renamed[head]}.{tail}" if head in renamed else name)
+            facts.setdefault(public, Fact(public, kind, package, summary))
+        return tuple(facts.values())
+    finally:
+        gc.enable()
 
 
-def _compiled_facts() -> Iterator[Fact]:
+def _compiled_facts() -> Iterator[Said]:
     for module in ("builtins", *sorted(sys.stdlib_module_names)):
         if module.startswith("_") or module in PUBLIC_NAMES:
             continue
         if (compiled := _import_compiled(module)) is not None:
-            if module != "builtins" and (summary := summarise(compiled.__doc__)):
-                yield Fact(module, "module", module, summary)
+            if module != "builtins":
+                yield module, "module", module, compiled.__doc__
             for name in sorted(dir(compiled)):
                 original = vars(compiled).get(f"__{name}__")  # of the hooks in sys that a program may replace
                 value = original if original is not None else getattr(compiled, name)
                 yield from _object_facts(module, name, value, module)
 
 
-def _python_facts(trees: dict[str, ast.Module]) -> Iterator[Fact]:
+def _python_facts(trees: dict[str, ast.Module]) -> Iterator[Said]:
     for module, tree in trees.items():
         top, _, rest = module.partition(".")
         public = PUBLIC_NAMES.get(top, top) + (f".{rest}" if rest else "")
@@ -299,13 +282,13 @@ def topics() -> Iterator[tuple[str, str]]:
         yield title.replace('"', "").strip(), text.strip()
 
 
-def _topic_facts() -> Iterator[Fact]:
+def _topic_facts() -> Iterator[Said]:
     """Title and first sentences of every topic of the language reference."""
     for title, text in topics():
         body = text.partition("\n")[2]
         paragraphs = [
             part for part in body.split("\n\n") if part and not part.startswith((" ", "*", "=", "-", "+"))
         ]
-        summary = next((found for part in paragraphs if (found := summarise(part))), None)
-        if summary and title.isascii():
-            yield Fact(title[0].lower() + title[1:], "topic", f"topic {title}", summary)
+        said = next((part for part in paragraphs if summarise(part)), None)
+        if said and title.isascii():
+            yield title[0].lower() + title[1:], "topic", f"topic {title}", said

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from edgespec.core.errors import InputError
 from edgespec.recipe.data_sources import HUB
 from edgespec_recipes.data.documents import fingerprint, listed, read_documents
-from edgespec_recipes.data.token_shards import TokenShards, write_tokens
+from edgespec_recipes.data.token_shards import TextBlocks, write_tokens
 from edgespec_recipes.parallel import processes
 
 PADDING = -1  # document id of padding
@@ -98,25 +98,6 @@ def _about(source: str | Sequence[str], tokenizer: Any) -> dict[str, Any]:
     return {"source": fingerprint(source), "tokenizer": digest}
 
 
-class TextBlocks:
-    """[n, context] token ids (uint16 or uint32) on disk: row i is the tokens i * context ... of the text."""
-
-    def __init__(self, shards: TokenShards, context: int, tokens: int) -> None:
-        self.shards, self.shape = shards, (tokens // context, context)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self.shards.read(index * self.shape[1], (index + 1) * self.shape[1])
-
-    @property
-    def size(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-
 def tokens_to_read(source: str | Sequence[str], wanted: int) -> int | None:
     """How much of a text a training of `wanted` tokens reads.
 
@@ -142,14 +123,13 @@ def text_blocks(
         if not processes.rank():
             kind = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
             write_tokens(folder, _about(source, tokenizer), kind, ids_from, tokens)
-        shards = TokenShards(folder)
-    have = len(shards) if tokens is None else min(tokens, len(shards))
-    if have < context:
+        blocks = TextBlocks(folder, context, tokens)
+    if not len(blocks):
         raise InputError(
-            f"the text {', '.join(listed(source))!r} has {have} tokens; at least one block of {context} is needed: "
+            f"the text {', '.join(listed(source))!r} has {blocks.tokens} tokens; at least one block of {context} is needed: "
             "give more text or a shorter context"
         )
-    return TextBlocks(shards, context, have)
+    return blocks
 
 
 def pack_conversations(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -58,20 +58,32 @@ class State:
         return (self.shards[-1].documents, self.shards[-1].begun) if self.shards else (0, 0)
 
 
-class TokenShards:
-    """The tokens in a folder as one long array. Raises InputError where there are none."""
+class TextBlocks:
+    """[n, context] token ids in their stored type: row i is the tokens i * context ... of the first `most` in a folder, or all.
 
-    def __init__(self, folder: Path) -> None:
+    Raises InputError where there are none.
+    """
+
+    def __init__(self, folder: Path, context: int, most: int | None = None) -> None:
         state = _read_state(folder)
         self.folder, self.dtype = folder, np.dtype(state.dtype)
         self.ends = list(accumulate(shard.tokens for shard in state.shards))
+        self.tokens = state.tokens if most is None else min(most, state.tokens)
+        self.shape = self.tokens // context, context
 
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return self.shape[0]
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens [start, stop) in their stored type. A file is opened for the read only: there may be thousands."""
-        parts = [np.empty(0, self.dtype)]
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """A file is opened for the read only: there may be thousands."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start, stop = index * self.shape[1], (index + 1) * self.shape[1]
+        parts = []
         number = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
             first = self.ends[number - 1] if number else 0
@@ -116,35 +128,28 @@ def write_tokens(
     if state.shards and state.shards[-1].tokens < SHARD_TOKENS:  # it ended where no more was wanted
         state = replace(state, shards=state.shards[:-1])
     with progress("tokenise text", wanted, "tokens", state.tokens) as bar:
-        sizes = _sizes(state.tokens, wanted)
-        for piece, shard in _pieces(state.end, documents, sizes, np.dtype(state.dtype), bar.update):
-            _write_shard(folder, len(state.shards), piece)
-            state = replace(state, shards=(*state.shards, shard))
-            write_json(folder / STATE, asdict(state))
+        for made in _go_on(folder, state, documents, wanted, bar.update):
+            write_json(folder / STATE, asdict(made))
+            state = made
     write_json(folder / STATE, asdict(replace(state, complete=wanted is None or state.tokens < wanted)))
 
 
-def _sizes(have: int, wanted: int | None) -> Iterator[int]:
-    """Sizes of the shards still to be written."""
-    while wanted is None or have < wanted:
-        size = SHARD_TOKENS if wanted is None else min(SHARD_TOKENS, wanted - have)
-        yield size
-        have += size
+def _go_on(
+    folder: Path, state: State, documents: DocumentsFrom, wanted: int | None, advance: Callable[[int], Any]
+) -> Iterator[State]:
+    """Write what follows `state` in shards, up to `wanted` tokens in all or to the documents' end; the state after each."""
+    number, at = state.end
 
+    def room() -> int:
+        return SHARD_TOKENS if wanted is None else min(SHARD_TOKENS, wanted - state.tokens)
 
-def _pieces(
-    start: tuple[int, int],
-    documents: DocumentsFrom,
-    sizes: Iterable[int],
-    kind: np.dtype[Any],
-    advance: Callable[[int], Any],
-) -> Iterator[tuple[np.ndarray, Shard]]:
-    """The tokens from `start` (whole documents, tokens of the next) on, in arrays of these sizes; where the documents end, the
-    last is shorter. An array is valid until the next one is asked for.
-    """
-    sizes = iter(sizes)
-    piece, filled = np.empty(next(sizes), kind), 0
-    number, at = start
+    def written(documents: int, begun: int) -> State:
+        with whole_file(shard_file(folder, len(state.shards))) as temporary:
+            piece[:filled].tofile(temporary)
+        checksum = hashlib.sha256(piece[:filled].data).hexdigest()
+        return replace(state, shards=(*state.shards, Shard(filled, checksum, documents, begun)))
+
+    piece, filled = np.empty(room(), np.dtype(state.dtype)), 0
     for ids in documents(number):
         while at < len(ids):
             taken = min(len(piece) - filled, len(ids) - at)
@@ -153,17 +158,14 @@ def _pieces(
             advance(taken)
             if filled == len(piece):
                 whole = at == len(ids)
-                yield piece, _shard(piece, number + whole, 0 if whole else at)
-                if not (size := next(sizes, 0)):
+                state = written(number + whole, 0 if whole else at)
+                yield state
+                piece, filled = piece[: room()], 0
+                if not len(piece):
                     return
-                piece, filled = piece if size == len(piece) else np.empty(size, kind), 0
         number, at = number + 1, 0
     if filled:
-        yield piece[:filled], _shard(piece[:filled], number, 0)
-
-
-def _shard(piece: np.ndarray, documents: int, begun: int) -> Shard:
-    return Shard(len(piece), hashlib.sha256(piece.data).hexdigest(), documents, begun)
+        yield written(number, 0)
 
 
 def check_file(path: Path, sha256: Any, size: int | None = None) -> None:
@@ -180,21 +182,12 @@ def _remade(folder: Path, number: int, state: State, documents: DocumentsFrom) -
     """Write one shard again. Where it is no longer what it was, the ones after it are forgotten: they do not go on from it."""
     old = state.shards[number]
     start = replace(state, shards=state.shards[:number])
-    made = next(_pieces(start.end, documents, [old.tokens], np.dtype(state.dtype), lambda tokens: None), None)
-    if made:
-        piece, shard = made
-        _write_shard(folder, number, piece)
-        start = replace(start, shards=(*start.shards, shard))
-        if shard == old:
-            return state
-    state = replace(start, complete=False)
+    made = next(_go_on(folder, start, documents, start.tokens + old.tokens, lambda tokens: None), start)
+    if made.shards[number:] == (old,):
+        return state
+    state = replace(made, complete=False)
     write_json(folder / STATE, asdict(state))
     return state
-
-
-def _write_shard(folder: Path, number: int, piece: np.ndarray) -> None:
-    with whole_file(shard_file(folder, number)) as temporary:
-        piece.tofile(temporary)
 
 
 def _state_of(folder: Path, about: dict[str, Any], dtype: str) -> State:

@@ -45,8 +45,7 @@ from edgespec.recipe.study_options import Arm, Study
 from edgespec.stages import sources
 from edgespec.stages.record import Reads, clear_if_inputs_changed
 from edgespec.stages.stage import STAGE_FILE, run_stage
-from edgespec_recipes.data.data_check import check_data
-from edgespec_recipes.data.prompts import read_prompts
+from edgespec_recipes.data.prompts import check_data, read_prompts
 from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.models.initialise import checkpoint_shape
 from edgespec_recipes.study.counts import Texts, count_drafters, read_texts, run_for_real, sample_texts

@@ -18,8 +18,7 @@ import torch
 from edgespec_export.gguf.quantize import bytes_of
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.verify.readback import gguf_weights, onnx_weights
-from edgespec_recipes.data.token_rows import TextBlocks
-from edgespec_recipes.data.token_shards import STATE, TokenShards, shard_file
+from edgespec_recipes.data.token_shards import STATE, TextBlocks, shard_file
 from edgespec_recipes.generating import target_store
 from edgespec_recipes.generating.target_store import StoredTargets
 from edgespec_recipes.stored.top_k import record_type
@@ -184,12 +183,10 @@ def test_token_shards_beyond_32_bits_of_tokens(tmp_path: Path) -> None:
     for number in range(3):
         parts = {0: marks.tobytes(), 2 * each - 8: (10 * marks + number).astype(np.uint16).tobytes()}
         sparse(shard_file(tmp_path, number), parts)
-    tokens = TokenShards(tmp_path)
-    assert len(tokens) == 3 * each > 2**32
-    across = tokens.read(2 * each - 2, 2 * each + 3)
-    assert across.tolist() == [31, 41, 1, 2, 3]
-    blocks = TextBlocks(tokens, 2048, len(tokens))
-    assert blocks.size == 3 * each
+    across = TextBlocks(tmp_path, 7)[2 * each // 7]  # it begins four tokens before the border
+    assert across.tolist() == [11, 21, 31, 41, 1, 2, 3]
+    blocks = TextBlocks(tmp_path, 2048)
+    assert blocks.size == 3 * each > 2**32
     assert blocks[len(blocks) - 1][-4:].tolist() == [12, 22, 32, 42]
     assert blocks[each // 2048][:4].tolist() == [1, 2, 3, 4]
 

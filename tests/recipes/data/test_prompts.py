@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from edgespec_recipes.data.corpus import stdlib_corpus
-from edgespec_recipes.data.data_check import check_data
 from edgespec_recipes.data.instructions import Conversation
 from edgespec_recipes.data.prompts import (
     STDLIB_FILES,
+    check_data,
     encode_prompt,
     encode_reply,
     read_prompts,
