@@ -40,8 +40,7 @@ from edgespec_recipes.models.start_head import start_head
 from edgespec_recipes.models.target_weights import TargetWeights
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
-from edgespec_recipes.stored.written_rows import WrittenRows
-from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Mapped, Wanted, find_states
+from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Mapped, Wanted, WrittenRows, find_states
 from edgespec_recipes.training.distill_head import FITTED, HeadObjective, UnrolledHead, unrolled
 from edgespec_recipes.training.objective import Objective, overlap
 from edgespec_recipes.training.trainer import collate, train

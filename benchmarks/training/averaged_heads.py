@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
-from edgespec_recipes.stored.written_rows import WrittenRows
+from edgespec_recipes.stored.written_states import WrittenRows
 from edgespec_recipes.training.distill_head import HeadObjective, UnrolledHead
 from torch import Tensor
 

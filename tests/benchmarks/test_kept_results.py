@@ -15,8 +15,7 @@ pytest.importorskip("resource", reason="acceptance_curve.py reads its memory fro
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.response_shards import read_responses, write_shard
 from edgespec_recipes.stored.top_k import record_type
-from edgespec_recipes.stored.written_rows import WrittenRows
-from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted
+from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted, WrittenRows
 from edgespec_recipes.training.trainer import collate
 
 from benchmarks.common import begun, kept, same_options

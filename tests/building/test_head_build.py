@@ -15,7 +15,7 @@ import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.verify.bundle import Options, verify_bundle
 from edgespec_recipes.models.feature_head import load_head
-from edgespec_recipes.stored.written_rows import WrittenRows
+from edgespec_recipes.stored.written_states import WrittenRows
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import Options as ChatOptions
 from edgespec_runtime.decoding.loop import decode

@@ -14,7 +14,7 @@ from edgespec_export.onnx.joined_states import export_for_head, join_states
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_recipes.models.feature_head import load_head
 from edgespec_recipes.models.loading import load_model
-from edgespec_recipes.stored.written_rows import WrittenRows
+from edgespec_recipes.stored.written_states import WrittenRows
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
 from edgespec_runtime.engines.exactness import FAST

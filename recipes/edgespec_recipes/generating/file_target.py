@@ -103,21 +103,20 @@ class FileTarget:
         self.engine.engine.close()
 
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
-        """See stored.Distributions: one row of conversations at a time, each conversation by itself."""
+        """See target_store.Distributions: one row of conversations at a time, each conversation by itself."""
+        size = self.engine.engine.block_length
         for number in part:
-            yield self._row(rows[number], top_k)
-
-    def _row(self, row: dict[str, np.ndarray], top_k: int) -> np.ndarray:
-        found, size = [np.empty(0, record_type(top_k, self.vocab_size))], self.engine.engine.block_length
-        for places in documents_of(row):
-            wanted = row["compared"][places]
-            tokens = row["input_ids"][places][: wanted.nonzero()[0].max(initial=-1) + 1]
-            self.engine.rewind(0)
-            for start in range(0, len(tokens), size):
-                piece = tokens[start : start + size]
-                logits = self.engine.forward(piece.tolist())[wanted[start : start + len(piece)]]
-                found.append(records_of(torch.from_numpy(logits), top_k))
-        return np.concatenate(found)
+            row = rows[number]
+            found = [np.empty(0, record_type(top_k, self.vocab_size))]
+            for places in documents_of(row):
+                wanted = row["compared"][places]
+                tokens = row["input_ids"][places][: wanted.nonzero()[0].max(initial=-1) + 1]
+                self.engine.rewind(0)
+                for start in range(0, len(tokens), size):
+                    piece = tokens[start : start + size]
+                    logits = self.engine.forward(piece.tolist())[wanted[start : start + len(piece)]]
+                    found.append(records_of(torch.from_numpy(logits), top_k))
+            yield np.concatenate(found)
 
 
 class FileWriter(FileTarget, Writer):

@@ -198,8 +198,7 @@ class ServerTarget:
                 raise
 
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
-        """See stored.Distributions. Raises InputError where the server sends too few log-probabilities, or none under ids."""
-        self._check_ids()
+        """See target_store.Distributions. Raises InputError where the server sends too few log-probabilities, none under ids."""
         with self.at_once() as pool:
             for number in part:
                 row = rows[number]
@@ -210,18 +209,15 @@ class ServerTarget:
 
     def check_distributions(self, top_k: int) -> None:
         """Ask for the `top_k` most probable tokens of a short text. Raises InputError where the server does not give them."""
-        self._check_ids()
         ids = np.array(self.split(PROBE)[:PROBED_TOKENS])
         self._document({"input_ids": ids, "compared": np.ones(len(ids), bool)}, np.arange(len(ids)), top_k)
 
-    def _check_ids(self) -> None:
+    def _document(self, row: dict[str, np.ndarray], places: np.ndarray, top_k: int) -> np.ndarray:
+        """Records at the compared positions of one conversation: the echo scores its tokens, one token more the last place."""
         if not self.sends_ids:
             raise InputError(
                 f"{self.where} takes prompts only as text, so its log-probabilities cannot be matched to token ids; {ELSE}"
             )
-
-    def _document(self, row: dict[str, np.ndarray], places: np.ndarray, top_k: int) -> np.ndarray:
-        """Records at the compared positions of one conversation: the echo scores its tokens, one token more the last place."""
         wanted = np.flatnonzero(row["compared"][places])
         records = np.empty(len(wanted), record_type(top_k, self.vocab_size))
         if not len(wanted):
@@ -302,7 +298,8 @@ class ServerWriter(ServerTarget, Writer):
         )
         ids = self._ids(choice)
         if choice["finish_reason"] == "stop":
-            return ids if ids and ids[-1] in self.stops else [*ids, self._stop()]
+            end = self.tokenizer.eos_token_id if self.tokenizer.eos_token_id in self.stops else self.stops[0]
+            return ids if ids and ids[-1] in self.stops else [*ids, end]
         written = len(ids) if counted is None else counted
         if not ids or written < self.options.max_new_tokens:
             raise OneProcessError(
@@ -310,10 +307,6 @@ class ServerWriter(ServerTarget, Writer):
                 f"{self.options.max_new_tokens} tokens; start it with a longer context, or lower generate.max_new_tokens"
             )
         return ids
-
-    def _stop(self) -> int:
-        end = self.tokenizer.eos_token_id
-        return int(end) if end in self.stops else self.stops[0]
 
     def _text(self, request: Request) -> str:
         """The prompt in words, without the BOS that the server adds itself."""

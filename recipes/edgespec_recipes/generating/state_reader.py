@@ -16,25 +16,23 @@ import torch
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.head import LAST, THREE, early_layers
+from edgespec.model_folder.head import LAST, THREE
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.generating.choose_writer import is_made_from
 from edgespec_recipes.generating.datagen import write_shards
 from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
-from edgespec_recipes.generating.response_shards import Answers, Request, Writer, Written, read_responses
-from edgespec_recipes.generating.target_store import wanted_of
-from edgespec_recipes.generating.torch_writer import load_writing
-from edgespec_recipes.models.loading import load_tokenizer, shape_of, stop_ids_of
+from edgespec_recipes.generating.response_shards import Answers, Request, Written, read_responses
+from edgespec_recipes.generating.torch_writer import InTorch
+from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.memory import freed_memory_kept
 from edgespec_recipes.stored.top_k import records_of
-from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted
+from edgespec_recipes.stored.written_states import FEATURES, RECORDS
 
 
-class StateReader(Writer):
+class StateReader(InTorch):
     """Its answers are the given ones, by the requests' ids."""
 
-    wanted: Wanted
     replies: Sequence[list[int]]
 
     def __init__(
@@ -47,14 +45,8 @@ class StateReader(Writer):
         features: str = LAST,
     ) -> None:
         """`features`: what a head reads, a `drafter.features` of the recipe."""
-        self.model, self.precision = load_writing(folder, how, features=True)
+        super().__init__(how, folder, top_k, features=True, reads=features)
         self.replies, self.stops = replies, stops
-        shape = shape_of(self.model)
-        self.context_length = shape.one_rope_length
-        early = early_layers(shape.layers) if features == THREE else ()
-        self.wanted = wanted_of(
-            folder, how, shape.vocab_size, shape.hidden, top_k, features=True, layers=early
-        )
 
     def answers(self, number: int, requests: list[Request]) -> Answers:
         with freed_memory_kept():

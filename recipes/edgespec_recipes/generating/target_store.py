@@ -27,6 +27,7 @@ from edgespec_recipes.data.token_rows import Batch, inputs_of
 from edgespec_recipes.data.token_shards import check_file
 from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
 from edgespec_recipes.generating.file_target import FileTarget, locate
+from edgespec_recipes.generating.response_shards import about_file
 from edgespec_recipes.generating.server_target import ServerTarget
 from edgespec_recipes.losses.losses import Divergence
 from edgespec_recipes.losses.target_rows import live_rows
@@ -42,7 +43,7 @@ from edgespec_recipes.stored.top_k import (
     record_type,
     records_of,
 )
-from edgespec_recipes.stored.written_states import Mapped, Part, Wanted, WrittenTarget, save_array
+from edgespec_recipes.stored.written_states import Mapped, Part, Wanted, WrittenTexts, save_array
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +58,12 @@ def data_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.npy"
 
 
-def about_path(folder: Path, number: int) -> Path:
-    return data_path(folder, number).with_suffix(".json")
-
-
 def whole_shard(folder: Path, number: int) -> dict[str, Any]:
     """What is written about a shard, once its size and checksum agree with it. Raises InputError that names the file."""
-    path, about = data_path(folder, number), read_json(about_path(folder, number))
+    path = data_path(folder, number)
+    about = read_json(about_file(path))
     if not isinstance(about, dict) or not {"positions", "bytes", "sha256"} <= about.keys():
-        raise InputError(f"{about_path(folder, number)} does not describe a shard")
+        raise InputError(f"{about_file(path)} does not describe a shard")
     check_file(path, about["sha256"], about["bytes"])
     return about
 
@@ -114,17 +112,15 @@ class StoredTargets(Store):
 
 
 class Distributions(Protocol):
-    """The target as a source of distributions, wherever it runs."""
+    """The target as a source of distributions, wherever it runs. precision: what it computes in, and why."""
 
-    @property
-    def precision(self) -> Precision:
-        """What it computes in, and why."""
+    precision: Precision
 
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         """Records of `record_type` at the compared positions of each of these rows."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _TorchTarget:
     model: Any
     precision: Precision
@@ -133,7 +129,13 @@ class _TorchTarget:
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         for batch in _passes(rows, part, self.device):
             ends = batch["compared"].sum(1).cumsum(0).tolist()
-            yield from np.split(_records(self.model, self.precision, batch, top_k), ends[:-1])
+            records = np.empty(ends[-1], record_type(top_k, self.model.config.vocab_size))
+            with torch.inference_mode(), self.precision.autocast(self.device):
+                logits_of = live_rows(self.model, batch["compared"], inputs_of(batch))(None)
+                for at in range(0, ends[-1], CHUNK):
+                    chunk = slice(at, min(at + CHUNK, ends[-1]))
+                    records[chunk] = records_of(logits_of(chunk, torch.empty(0)), top_k)
+            yield from np.split(records, ends[:-1])
 
 
 def _open_target(folder: Path, inference: InferenceOptions, model: Any | None, longest: int) -> Distributions:
@@ -156,11 +158,8 @@ def identity_of(folder: Path, inference: InferenceOptions) -> str:
         path = locate(inference)[1]
         files = path.iterdir() if path.is_dir() else [path]
         return _hash_of(sorted(file for file in files if file.is_file()))
-    found, plain = (
-        _hash_of([folder / "config.json", *sorted(folder.glob("*.safetensors"))]),
-        InferenceOptions(),
-    )
-    if (inference.dtype, inference.bits) == (plain.dtype, plain.bits):
+    found = _hash_of([folder / "config.json", *sorted(folder.glob("*.safetensors"))])
+    if inference.bits is None and inference.dtype == InferenceOptions().dtype:
         return found
     return f"{found} in {inference.bits or inference.dtype}"
 
@@ -250,7 +249,7 @@ def store_targets(
         about = {"shards": len(parts), "stored_rows": len(rows), "packed": packed}
         write_json(out / INDEX, {**about, **made_for})
     processes.wait()
-    shards = [read_json(about_path(out, number)) for number in range(len(parts))]
+    shards = [read_json(about_file(data_path(out, number))) for number in range(len(parts))]
     total = sum(sum(shard["positions"]) for shard in shards)
     numbers = processes.gathered(torch.tensor(remade, dtype=torch.long)).tolist()
     return {
@@ -267,17 +266,17 @@ def store_targets(
     }
 
 
-def _written_target(folder: Path | None, rows: Any, made_for: Mapping[str, Any]) -> WrittenTarget | None:
+def _written_target(folder: Path | None, rows: Any, made_for: Mapping[str, Any]) -> Distributions | None:
     """What the same target kept while it wrote these rows, if it did."""
     if folder is None:
         return None
+    wanted = Wanted(made_for["target"], made_for["vocab_size"], 0, made_for["top_k"])
     try:
-        kind = made_for["target"], made_for["top_k"], made_for["vocab_size"]
-        found = WrittenTarget(folder, *kind, context=len(rows[0]["input_ids"]))
+        texts = WrittenTexts(folder, len(rows[0]["input_ids"]), wanted)
     except InputError as error:
         log.info("%s: the target reads the rows again", error)
         return None
-    return found if found.holds(rows) else None
+    return texts if texts.hold(rows) else None
 
 
 def _rows_hash(rows: Any) -> str:
@@ -320,7 +319,7 @@ def _not_whole(out: Path, numbers: Sequence[int]) -> tuple[list[int], list[int]]
             whole_shard(out, number)
         except InputError as error:
             missing.append(number)
-            if about_path(out, number).exists():
+            if about_file(data_path(out, number)).exists():
                 log.warning("%s; it is made again", error)
                 corrupt.append(number)
     return missing, corrupt
@@ -339,17 +338,6 @@ def target_logits(model: Any, batch: Batch) -> Tensor:
     return logits_at(model, batch["compared"], **inputs_of(batch))
 
 
-def _records(model: Any, precision: Precision, batch: Batch, top_k: int) -> np.ndarray:
-    positions = int(batch["compared"].sum())
-    records = np.empty(positions, record_type(top_k, model.config.vocab_size))
-    with torch.inference_mode(), precision.autocast(batch["input_ids"].device):
-        logits_of = live_rows(model, batch["compared"], inputs_of(batch))(None)
-        for at in range(0, positions, CHUNK):
-            part = slice(at, min(at + CHUNK, positions))
-            records[part] = records_of(logits_of(part, torch.empty(0)), top_k)
-    return records
-
-
 def _write_shard(out: Path, number: int, of_rows: Sequence[np.ndarray], made_for: Mapping[str, Any]) -> None:
     records = np.concatenate(of_rows)
     about = {
@@ -358,7 +346,7 @@ def _write_shard(out: Path, number: int, of_rows: Sequence[np.ndarray], made_for
         **save_array(data_path(out, number), records),
         "made_for": dict(made_for),
     }
-    write_json(about_path(out, number), about)
+    write_json(about_file(data_path(out, number)), about)
 
 
 def _first(batches: Iterable[Batch], most: int) -> Iterator[Batch]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from edgespec.core.errors import InputError
+from edgespec.model_folder.head import LAST, THREE, early_layers
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.generating.decoding import KeptStates, sample_responses
 from edgespec_recipes.generating.response_shards import Answers, Request, Writer, Written
@@ -21,31 +22,40 @@ from edgespec_recipes.models.loading import shape_of, stop_ids_of
 from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.memory import freed_memory_kept
-from edgespec_recipes.parallel.precision import Precision, choose_precision
+from edgespec_recipes.parallel.precision import choose_precision
 from edgespec_recipes.stored.written_states import Wanted
 
 
-def load_writing(folder: Path, how: InferenceOptions, *, features: bool) -> tuple[Any, Precision]:
-    """The target in torch for passes without gradient, in bf16 where the device has units for that; and what it computes in.
+class InTorch(Writer):
+    """The target's weights in torch for passes without gradient, in bf16 where the device has units for that.
 
-    Raises InputError for what `load_target` refuses, and where `features` are wanted of a model without an output layer.
+    `reads`: what a head reads, a `drafter.features` of the recipe. Raises InputError for what `load_target`
+    and `wanted_of` refuse, and where `features` are wanted of a model without an output layer.
     """
-    device = processes.device()
-    precision = choose_precision(device)
-    if precision.name == "bf16" and how.dtype == "float32" and how.bits is None:
-        how = replace(how, dtype="bfloat16")
-    model = load_target(folder, how, device)
-    if features and model.get_output_embeddings() is None:
-        raise InputError(
-            f"generate.features is on, and a {model.config.model_type} model has no output layer to keep the input of"
-        )
-    return model, precision
-
-
-class TorchWriter(Writer):
-    """The target's weights in torch. Raises what `load_writing` and `wanted_of` raise."""
 
     wanted: Wanted
+
+    def __init__(
+        self, how: InferenceOptions, folder: Path, top_k: int, *, features: bool, reads: str = LAST
+    ) -> None:
+        device = processes.device()
+        self.precision, weights = choose_precision(device), how
+        if self.precision.name == "bf16" and how.dtype == "float32" and how.bits is None:
+            weights = replace(how, dtype="bfloat16")
+        self.model = load_target(folder, weights, device)
+        if features and self.model.get_output_embeddings() is None:
+            raise InputError(
+                f"generate.features is on, and a {self.model.config.model_type} model has no output layer to keep the input of"
+            )
+        shape = shape_of(self.model)
+        self.context_length = shape.one_rope_length
+        early = early_layers(shape.layers) if reads == THREE else ()
+        sizes = shape.vocab_size, shape.hidden
+        self.wanted = wanted_of(folder, how, *sizes, top_k, features=features, layers=early)
+
+
+class TorchWriter(InTorch):
+    """It writes batches of responses."""
 
     def __init__(
         self,
@@ -56,12 +66,8 @@ class TorchWriter(Writer):
         seed: int,
         top_k: int = 0,
     ) -> None:
-        self.model, self.precision = load_writing(folder, how, features=options.features)
-        self.stops = stop_ids_of(folder, tokenizer)
-        self.options, self.seed = options, seed
-        shape = shape_of(self.model)
-        self.context_length = shape.one_rope_length
-        self.wanted = wanted_of(folder, how, shape.vocab_size, shape.hidden, top_k, features=options.features)
+        super().__init__(how, folder, top_k, features=options.features)
+        self.options, self.seed, self.stops = options, seed, stop_ids_of(folder, tokenizer)
 
     def answers(self, number: int, requests: list[Request]) -> Answers:
         with freed_memory_kept():

@@ -8,13 +8,14 @@ Beside shard-00000.jsonl lie, where they were asked for,
                                prompt and response but the last, which the target never read. 2 H bytes a token. For a head
                                that reads three layers, the states of the early ones lie before it.
 
-shard-00000.json, written last, has their checksums and whose they are. Knows no engine and no training.
+shard-00000.json, written last, has their checksums and whose they are. What lies there is read, mapped and never copied, as a
+source of distributions and as rows to train a feature drafter on. Knows no engine and no training.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -22,13 +23,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl, sha256_file, whole_file
-from edgespec_recipes.data.token_rows import documents_of
+from edgespec_recipes.data.mixing import response_rows
+from edgespec_recipes.data.token_rows import Row, Rows, documents_of
 from edgespec_recipes.data.token_shards import check_file
 from edgespec_recipes.parallel.precision import Precision
-from edgespec_recipes.stored.top_k import record_type
+from edgespec_recipes.stored.top_k import Store
 
 RECORDS, FEATURES = "top_k", "features"
 OPEN_FILES = 64  # of a build with thousands; a system allows a process some 256 to 1,024
@@ -140,33 +145,132 @@ def find_states(shard: Path) -> Iterator[tuple[dict[str, Any], Part | None, Part
     yield from zip(rows, parts[RECORDS], parts[FEATURES], strict=True)
 
 
-class WrittenTarget:
-    """The records of a folder of shards as a source of distributions (stored.Distributions): the target need not run again."""
+class WrittenTexts:
+    """The texts of a folder of shards, cut as rows of `context` tokens cut them, with what was kept of each: no pass is needed.
 
-    def __init__(self, folder: Path, target: str, top_k: int, vocab_size: int, context: int) -> None:
-        """`context`: of the packed rows. Raises InputError where a shard has no such records, or is damaged."""
+    With records they are a source of distributions (target_store.Distributions).
+
+    about: what is said of the last shard. `see` is told of every row. Raises InputError where a shard is damaged or lacks what is
+    `wanted` (hidden states and distributions of any target by default).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        context: int,
+        wanted: Wanted | None = None,
+        see: Callable[[dict[str, Any]], Any] = lambda row: None,
+    ) -> None:
         self.precision = Precision("as written", "kept while the target wrote these rows")
-        self.type = record_type(top_k, vocab_size)
-        self._records: dict[bytes, Part] = {}
+        self.about: dict[str, Any] = {}
         self._mapped = Mapped()
-        wanted = Wanted(target, vocab_size, 0, top_k)
+        self._parts: dict[bytes, tuple[Part | None, Part | None]] = {}
         for shard in sorted(folder.glob("shard-*.jsonl")):
-            check_states(shard, read_json(shard.with_suffix(".json")), wanted)
-            for row, records, _ in find_states(shard):
-                assert records is not None
-                self._records.setdefault(cut_key(row, context), records)
+            self.about = read_json(shard.with_suffix(".json"))
+            check_states(shard, self.about, wanted)
+            for row, *parts in find_states(shard):
+                if wanted is None and None in parts:
+                    raise InputError(
+                        f"{shard} has no hidden states or no distributions beside its rows; write it again with "
+                        "--generate.features and --distill.target-side stored"
+                    )
+                see(row)
+                self._parts.setdefault(cut_key(row, context), (parts[0], parts[1]))
 
-    def holds(self, rows: Any) -> bool:
+    def hold(self, rows: Any) -> bool:
         """Whether every text of packed rows was written here."""
-        texts = (key for number in range(len(rows)) for _, key, _ in texts_of(rows[number]))
-        return all(key in self._records for key in texts)
+        return all(key in self._parts for number in range(len(rows)) for _, key, _ in texts_of(rows[number]))
 
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
-        """See stored.Distributions; `top_k` is the one that was asked for."""
-        for number in part:
-            texts = texts_of(rows[number])
-            found = [self._mapped.read(self._records[key])[:compared] for _, key, compared in texts]
-            yield np.concatenate([np.empty(0, self.type), *found])
+        """See target_store.Distributions; `top_k` is the one that was wanted."""
+        return (self.row_records(rows[number]) for number in part)
+
+    def row_records(self, row: Row) -> np.ndarray:
+        """Records at the compared positions of a packed row."""
+        return np.concatenate([self._read(key, 0)[:compared] for _, key, compared in texts_of(row)])
+
+    def features(self, row: Row, width: int) -> np.ndarray:
+        """[T, width]: slot s has the hidden states at the slot before, and zeros at the beginning of a text."""
+        features = np.zeros((len(row["input_ids"]), width), np.float16)
+        for slots, key, _ in texts_of(row):
+            features[slots[1:]] = self._read(key, 1)[: len(slots) - 1]
+        return features
+
+    def _read(self, key: bytes, kind: int) -> np.ndarray:
+        part = self._parts[key][kind]
+        assert part is not None
+        return self._mapped.read(part)
+
+
+class WrittenRows(Store, Dataset[Row]):
+    """What the target wrote, as rows to train a feature drafter on: of the generate stage's folder, packed to `context` tokens.
+
+    A row is one of `mixing.response_rows` with `features` [T, G] beside it. No second pass of the target is needed.
+
+    Attributes:
+        vocab_size: the target's. width: G, of what was kept of a token. layers: the early ones in it. target: the checksum of
+            the file that wrote.
+        counts: [vocab_size] how often each token was written or read.
+
+    Raises InputError where a shard lacks hidden states or distributions, or one is damaged.
+    """
+
+    def __init__(self, folder: Path, context: int) -> None:
+        conversations: list[Any] = []
+        self._texts = WrittenTexts(
+            folder, context, see=lambda row: conversations.append((row["prompt_ids"], row["response_ids"]))
+        )
+        about = self._texts.about
+        if not about:
+            raise InputError(f"{folder} has no responses; run the generate stage first")
+        self.vocab_size, self.width = int(about["top_k"]["vocab_size"]), int(about["features"]["width"])
+        self.layers = tuple(about["features"].get("layers", ()))
+        self.target = str(about["features"]["target"])
+        self.packed: Rows = response_rows(conversations, context)
+        tokens = self.packed.arrays["input_ids"][self.packed.arrays["document_ids"] >= 0]
+        self.counts = np.bincount(tokens, minlength=self.vocab_size)
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self.packed[index]
+        return {**row, "features": self._texts.features(row, self.width)}
+
+    def records(self, row: int) -> np.ndarray:
+        return self._texts.row_records(self.packed[row])
+
+    def steps_seen(self, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Tokens [n], the features [n, G] before them and those at them, of row after row: about `most` tokens."""
+        count = 0
+        for index in range(len(self)):
+            if count >= most:
+                return
+            row = self[index]
+            inside = np.flatnonzero((row["position_ids"][1:-1] > 0) & (row["position_ids"][2:] > 0)) + 1
+            count += len(inside)
+            features = torch.from_numpy(row["features"].astype(np.float32))
+            yield torch.from_numpy(row["input_ids"][inside]), features[inside], features[inside + 1]
+
+
+class JoinedRows(Store):
+    """What the target wrote and then what it read as one source of distributions, the rows numbered in this order.
+
+    Raises InputError where they are not of one target.
+    """
+
+    def __init__(self, written: WrittenRows, read: WrittenRows) -> None:
+        seen, wanted = ((one.target, one.vocab_size, one.layers) for one in (read, written))
+        if seen != wanted:
+            raise InputError(
+                f"the written rows come from the target {written.target[:12]} and the read rows from {read.target[:12]}; "
+                "remove the folder of the older one and run the same command again"
+            )
+        self.written, self.read, self.vocab_size = written, read, written.vocab_size
+
+    def records(self, row: int) -> np.ndarray:
+        behind = row - len(self.written)
+        return self.written.records(row) if behind < 0 else self.read.records(behind)
 
 
 def texts_of(row: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, bytes, int]]:

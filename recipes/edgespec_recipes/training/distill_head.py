@@ -29,7 +29,7 @@ from edgespec_recipes.models.target_weights import TargetWeights
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.sharding import whole
-from edgespec_recipes.stored.written_rows import JoinedRows, WrittenRows
+from edgespec_recipes.stored.written_states import JoinedRows, WrittenRows
 from edgespec_recipes.training.objective import Objective, with_selection
 from edgespec_recipes.training.trainer import collate, train
 
@@ -142,7 +142,7 @@ def distill_head(
     sources: dict[int, Any] = {TARGET: _SomeRows(rows, learnt)}
     if read is not None:
         foreign = WrittenRows(read, options.context)
-        objective.store = JoinedRows([rows, foreign])
+        objective.store = JoinedRows(rows, foreign)
         sources[FIXED] = _SomeRows(foreign, np.arange(len(foreign)), first=len(rows))
     watching: list[Any] = [{**rows[row], "kind": TARGET, "slot": row} for row in watched.tolist()]
     batches = [{name: values.to(device) for name, values in collate([row]).items()} for row in watching]

@@ -16,7 +16,7 @@ from edgespec_recipes.generating.response_shards import Request, answered, read_
 from edgespec_recipes.generating.state_reader import StateReader, read_again, read_conversations
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
-from edgespec_recipes.stored.written_rows import JoinedRows, WrittenRows
+from edgespec_recipes.stored.written_states import JoinedRows, WrittenRows
 from edgespec_recipes.training.distill_head import _warn_of_harm, distill_head
 from stored_rows import read_states
 from tiny_models import TEMPLATE, make_model_folder
@@ -178,7 +178,7 @@ def test_a_file_of_other_weights_is_refused(folder: Path, tmp_path: Path) -> Non
 def test_joined_rows_are_those_of_their_folders(folder: Path, written: Path, tmp_path: Path) -> None:
     read(folder, tmp_path / "read")
     parts = [WrittenRows(written, CONTEXT), WrittenRows(tmp_path / "read", CONTEXT)]
-    joined, draft = JoinedRows(parts), torch.zeros(1, 512)
+    joined, draft = JoinedRows(*parts), torch.zeros(1, 512)
     numbered = [(part, row) for part in parts for row in range(len(part))]
     for number, (part, row) in enumerate(numbered):
         some = slice(0, 3)
@@ -191,7 +191,7 @@ def test_joined_rows_are_those_of_their_folders(folder: Path, written: Path, tmp
     with pytest.raises(
         InputError, match=r"from the target .* and the read rows from .*remove the folder of the older one"
     ):
-        JoinedRows([parts[0], WrittenRows(tmp_path / "of-other", CONTEXT)])
+        JoinedRows(parts[0], WrittenRows(tmp_path / "of-other", CONTEXT))
 
 
 def test_a_head_learns_from_both(folder: Path, written: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from edgespec_recipes.generating.response_shards import read_responses
 from edgespec_recipes.generating.torch_writer import TorchWriter
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.parallel.precision import Precision
-from edgespec_recipes.stored.written_rows import WrittenRows
+from edgespec_recipes.stored.written_states import WrittenRows
 from edgespec_recipes.training.distill import responses_of
 from stored_rows import read_states
 from writing_target import (

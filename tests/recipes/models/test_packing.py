@@ -16,7 +16,7 @@ from edgespec_recipes.evaluation.expected import agreement
 from edgespec_recipes.evaluation.speculation import speculate
 from edgespec_recipes.generating.decoding import BatchDecoder, left_pad
 from edgespec_recipes.generating.response_shards import write_shard
-from edgespec_recipes.generating.target_store import _passes, _records
+from edgespec_recipes.generating.target_store import _TorchTarget
 from edgespec_recipes.losses.output_loss import in_output_layer
 from edgespec_recipes.losses.target_rows import live_rows
 from edgespec_recipes.models.packing import Form, fitted, form_of, packing_of
@@ -117,8 +117,8 @@ def test_a_packed_text_has_the_logits_it_has_alone(family: str, attention: str) 
     torch.testing.assert_close(found, torch.cat([wanted[1], texts[:CONTEXT]]), **CLOSE)
 
     # storing: float16 on disk
-    (whole,) = _passes(rows, range(len(rows)), torch.device("cpu"))
-    records = _records(target, Precision("float32", "for the test"), whole, VOCABULARY)
+    source = _TorchTarget(target, Precision("float32", "for the test"), torch.device("cpu"))
+    records = np.concatenate(list(source.records(rows, range(len(rows)), VOCABULARY)))
     fields = [torch.from_numpy(np.array(records[name])) for name in ("ids", "log_p", "log_rest")]
     stored = expand(fields[0].long(), fields[1].float(), fields[2].float(), VOCABULARY, VOCABULARY)
     torch.testing.assert_close(stored, torch.log_softmax(wanted[0], -1), rtol=2e-3, atol=2e-2)
