@@ -24,7 +24,7 @@ from edgespec_recipes.generating.response_shards import (
     Writer,
     about_file,
     answered,
-    answers_to,
+    check_answers,
     read_shard,
     shard_name,
     write_shard,
@@ -116,7 +116,8 @@ def write_shards(
             path = out / shard_name(number)
             if about_file(path).exists():
                 try:
-                    bar.skip(len(answers_to(shards[number], path, writer)))
+                    check_answers(shards[number], path, writer)
+                    bar.skip(len(shards[number]))
                     continue
                 except InputError as error:
                     log.warning("%s; it is made again", error)

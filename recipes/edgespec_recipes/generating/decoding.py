@@ -67,36 +67,24 @@ def states_at(
 ) -> tuple[Tensor, Tensor]:
     """(hidden states [B, T, G], `logits_at` of the kept positions).
 
-    The states are what the attention of each of the `early` layers reads, and then what the output layer reads: all behind
-    their norms. Raises InputError where the layers are not of Llama's form.
+    The states are what the attention of each of the `early` layers, in rising order, reads, and then what the output layer reads:
+    all behind their norms. Raises InputError where the layers are not of Llama's form.
     """
-    with ExitStack() as hooks, torch.inference_mode():
-        below = [hooks.enter_context(_gives(norm)) for norm in _norms(model, early)]
-        seen = hooks.enter_context(_output_layer_sees(model, lambda hidden: hidden[keep]))
-        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
-    return torch.cat([*(states[0] for states in below), seen[0]], -1), logits
-
-
-def _norms(model: Any, layers: Sequence[int]) -> list[Any]:
-    """The norms before the attention of some layers."""
+    below: list[Tensor] = []
     try:
-        return [model.model.layers[layer].input_layernorm for layer in layers]
+        norms = [model.model.layers[layer].input_layernorm for layer in early]
     except (AttributeError, IndexError) as error:
         raise InputError(
             f"drafter.features is 'three', and a {model.config.model_type} model's layers are not of Llama's form ({error}); "
             "give --drafter.features last"
         ) from error
-
-
-@contextmanager
-def _gives(module: Any) -> Iterator[list[Tensor]]:
-    """What a module gives, pass after pass."""
-    given: list[Tensor] = []
-    handle = module.register_forward_hook(lambda _module, _inputs, output: given.append(output))
-    try:
-        yield given
-    finally:
-        handle.remove()
+    with ExitStack() as hooks, torch.inference_mode():
+        for norm in norms:
+            handle = norm.register_forward_hook(lambda _norm, _inputs, states: below.append(states))
+            hooks.callback(handle.remove)
+        seen = hooks.enter_context(_output_layer_sees(model, lambda hidden: hidden[keep]))
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return torch.cat([*below, seen[0]], -1), logits
 
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -158,11 +146,6 @@ class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
 LEAVE = 8  # an eighth of the rows: copying the others' cache costs two or three steps, and each one after is an eighth cheaper
 PASS_TOKENS = 4096  # of one pass: buffers of more are slower to make than they are to fill
 ACCELERATOR_TOKENS = 2**16  # of a 7B model's widest layer they take 1.4 GiB in bf16
-
-
-def pass_tokens(device: torch.device) -> int:
-    """How many tokens one pass reads on this device."""
-    return PASS_TOKENS if device.type == "cpu" else ACCELERATOR_TOKENS
 
 
 class KeptStates:
@@ -229,7 +212,8 @@ class BatchDecoder:
             self.mask = torch.zeros(len(tokens), 0, dtype=torch.bool, device=self.device)
             self.lengths = torch.zeros(len(tokens), dtype=torch.long, device=self.device)
         keep = keep or tokens.shape[1]
-        width = max(1, pass_tokens(self.device) // len(tokens))
+        most = PASS_TOKENS if self.device.type == "cpu" else ACCELERATOR_TOKENS
+        width = max(1, most // len(tokens))
         last = (tokens.shape[1] - keep) // width * width  # the last piece has all that is kept
         pieces = [(start, start + width, 1) for start in range(0, last, width)]
         features: list[Tensor] = []

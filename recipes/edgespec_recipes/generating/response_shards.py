@@ -116,8 +116,8 @@ def read_shard(path: Path) -> list[dict[str, Any]]:
     return read_jsonl(path)
 
 
-def answers_to(requests: list[Request], path: Path, writer: Writer) -> list[dict[str, Any]]:
-    """The rows of a shard, which must be answers of this writer to these requests. Raises InputError.
+def check_answers(requests: list[Request], path: Path, writer: Writer) -> None:
+    """Raise InputError where the rows of a shard are not answers of this writer to these requests.
 
     The prompts' ids may differ: a template may write the day's date, and a row has the ids that were read. Another tokenizer or
     template is noticed by the stage's record of the target (stages/record.py).
@@ -133,20 +133,22 @@ def answers_to(requests: list[Request], path: Path, writer: Writer) -> list[dict
             raise InputError(
                 f"{path} has the row {row.get('id')!r} where the answer to request {request.id} belongs"
             )
-    return rows
+
+
+def is_whole(shard: Path) -> bool:
+    """Whether a finished shard lies there as it was written."""
+    try:
+        read_shard(shard)
+        check_states(shard, read_json(about_file(shard)))
+    except InputError:
+        return False
+    return True
 
 
 def damaged_shards(folder: Path) -> list[str]:
     """Names of the finished shards in a folder that are not as they were written any more."""
-    found = []
-    for about in sorted(folder.glob("shard-*.json")):
-        shard = about.with_suffix(".jsonl")
-        try:
-            read_shard(shard)
-            check_states(shard, read_json(about))
-        except InputError:
-            found.append(shard.name)
-    return found
+    shards = (about.with_suffix(".jsonl") for about in sorted(folder.glob("shard-*.json")))
+    return [shard.name for shard in shards if not is_whole(shard)]
 
 
 def read_responses(folder: Path) -> list[dict[str, Any]]:

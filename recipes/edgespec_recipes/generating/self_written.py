@@ -32,6 +32,7 @@ from edgespec_recipes.generating.response_shards import (
     Request,
     Writer,
     answered,
+    is_whole,
     read_shard,
     shard_name,
     write_shard,
@@ -143,24 +144,24 @@ def write_instructions(
     """
     tokenizer = load_tokenizer(target_folder)
     turn = user_turn(tokenizer)
-    how = _sampling(options, INSTRUCTION_TOKENS)
-    writer = writer_of(target_folder, tokenizer, how, _seed(seed, purpose), inference or InferenceOptions())
+    writer = _writer(target_folder, tokenizer, options, INSTRUCTION_TOKENS, _seed(seed, purpose), inference)
     given = [plain_ids(tokenizer, opening) for opening in options.self_openings or ("",)]
 
     def openings(number: int) -> list[list[int]]:
-        first = number * how.shard_size
-        return [given[place % len(given)] for place in range(first, first + how.shard_size)]
+        first = number * options.shard_size
+        return [given[place % len(given)] for place in range(first, first + options.shard_size)]
 
-    job = _Job(
+    return _write(
+        out / INSTRUCTIONS,
+        writer,
         label="target writes instructions",
+        wanted=wanted,
         before=turn.before,
         openings=openings,
         judge=lambda ids: judge_instruction(tokenizer, turn, ids),
-        row=lambda text: {"messages": [{"role": "user", "content": text}]},
         amount=lambda text: 1,
-        wanted=wanted,
+        row=lambda text: {"messages": [{"role": "user", "content": text}]},
     )
-    return job.run(writer, out / INSTRUCTIONS)
 
 
 def write_text(
@@ -173,9 +174,8 @@ def write_text(
 ) -> dict[str, Any]:
     """Write `out`/text.jsonl: `wanted` tokens of running text that the target wrote. Counts and errors as above."""
     tokenizer = load_tokenizer(target_folder)
-    how = _sampling(options, DOCUMENT_TOKENS)
     own = _seed(seed, "text")
-    writer = writer_of(target_folder, tokenizer, how, own, inference or InferenceOptions())
+    writer = _writer(target_folder, tokenizer, options, DOCUMENT_TOKENS, own, inference)
     special = set(specials(tokenizer).values())
     ordinary = sorted(token for token in tokenizer.get_vocab().values() if token not in special)
     begin = tokenizer("a", verbose=False)["input_ids"][:1]
@@ -184,25 +184,34 @@ def write_text(
 
     def openings(number: int) -> list[list[int]]:
         drawn = random.Random(f"{own} {number}")
-        return [[*start, drawn.choice(ordinary)] for _ in range(how.shard_size)]
+        return [[*start, drawn.choice(ordinary)] for _ in range(options.shard_size)]
 
-    job = _Job(
+    return _write(
+        out / TEXT,
+        writer,
         label="target writes running text",
+        wanted=wanted,
         before=[],
         openings=openings,
         judge=lambda ids: judge_document(tokenizer, ids),
-        row=lambda text: {"text": text},
         amount=lambda text: len(plain_ids(tokenizer, text)),
-        wanted=wanted,
+        row=lambda text: {"text": text},
     )
-    return job.run(writer, out / TEXT)
 
 
-def _sampling(options: GenerateOptions, longest: int) -> GenerateOptions:
-    """How the target's own texts are sampled; nothing is kept of them but their tokens."""
-    return replace(
+def _writer(
+    folder: Path,
+    tokenizer: Any,
+    options: GenerateOptions,
+    longest: int,
+    seed: int,
+    inference: InferenceOptions | None,
+) -> Writer:
+    """The target that samples texts of its own; nothing is kept of them but their tokens."""
+    how = replace(
         options, max_new_tokens=longest, top_p=TOP_P, min_p=0.0, temperatures=(1.0,), features=False
     )
+    return writer_of(folder, tokenizer, how, seed, inference or InferenceOptions())
 
 
 def _seed(seed: int, purpose: str) -> int:
@@ -210,88 +219,87 @@ def _seed(seed: int, purpose: str) -> int:
     return int.from_bytes(sha256(f"{seed} {purpose}".encode()).digest()[:4])
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One kind of text: how samples begin, what is kept of them, how much of it is wanted.
+def _write(
+    file: Path,
+    writer: Writer,
+    *,
+    label: str,
+    wanted: int,
+    before: list[int],
+    openings: Callable[[int], list[list[int]]],
+    judge: Callable[[Sequence[int]], Verdict],
+    amount: Callable[[str], int],
+    row: Callable[[str], dict[str, Any]],
+) -> dict[str, Any]:
+    """Sample shard after shard until enough is kept, and write the file; skip what lies there.
 
     before: token ids that every sample goes on from. openings: by a shard's number, the first token ids of each of its texts.
-    amount: what a kept text counts.
+    amount: what a kept text counts, of `wanted`.
     """
+    world, rank = processes.world(), processes.rank()
+    known: set[str] = set()
+    texts: list[str] = []
+    left_out: Counter[str] = Counter()
+    samples = tokens = have = written = shards = 0
+    seconds = 0.0
+    with progress(label, wanted, "kept") as bar:
+        while have < wanted:
+            if shards >= TRIED * world and len(texts) < USABLE * samples:
+                reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
+                raise InputError(
+                    f"of {samples} samples of the target {len(texts)} are usable ({reasons or 'none left out'}); it does not "
+                    "write its own data: give files"
+                )
+            path, start = file.parent / shard_name(shards + rank), time.monotonic()
+            made_before = is_whole(path)
+            if not made_before:
+                # what the samples that end now will give
+                usual = world * have / samples if samples else 0.0
+                begun = openings(shards + rank)
+                within = _Samples(bar, samples, usual, wanted)
+                found = _sampled(writer, shards + rank, [[*before, *opening] for opening in begun], within)
+                write_shard(path, [{"ids": opening + ids} for opening, ids in zip(begun, found, strict=True)])
+                written += sum(map(len, begun)) + sum(map(len, found))
+                seconds += time.monotonic() - start
+            processes.wait()
+            for number in range(shards, shards + world):
+                for sample in read_shard(file.parent / shard_name(number)):
+                    samples, tokens = samples + 1, tokens + len(sample["ids"])
+                    verdict = judge(sample["ids"])
+                    reason = verdict.reason or ("twice" if _key(verdict.text) in known else "")
+                    if reason:
+                        left_out[reason] += 1
+                    elif have < wanted:
+                        known.add(_key(verdict.text))
+                        texts.append(verdict.text)
+                        have += amount(verdict.text)
+            (bar.skip if made_before else bar.update)(min(have, wanted) - bar.n)
+            shards += world
+    if not rank:
+        write_jsonl(file, [row(text) for text in texts])
+    rate = rate_of_all(written, seconds)
+    processes.wait()
+    return {
+        "kept": len(texts),
+        "samples": samples,
+        "sampled_tokens": tokens,
+        "left_out": dict(sorted(left_out.items())),
+        "shards": shards,
+        "tokens_per_second": rate,
+        "precision": writer.precision.name,
+    }
 
-    label: str
-    before: list[int]
-    openings: Callable[[int], list[list[int]]]
-    judge: Callable[[Sequence[int]], Verdict]
-    row: Callable[[str], dict[str, Any]]
-    amount: Callable[[str], int]
-    wanted: int
 
-    def run(self, writer: Writer, file: Path) -> dict[str, Any]:
-        """Sample shard after shard until enough is kept, and write the file; skip what lies there."""
-        world, rank = processes.world(), processes.rank()
-        known: set[str] = set()
-        texts: list[str] = []
-        left_out: Counter[str] = Counter()
-        samples = tokens = have = written = shards = 0
-        seconds = 0.0
-        with progress(self.label, self.wanted, "kept") as bar:
-            while have < self.wanted:
-                if shards >= TRIED * world and len(texts) < USABLE * samples:
-                    raise InputError(
-                        f"of {samples} samples of the target {len(texts)} are usable ({_told(left_out)}); it does not "
-                        "write its own data: give files"
-                    )
-                path, start = file.parent / shard_name(shards + rank), time.monotonic()
-                made_before = _is_whole(path)
-                if not made_before:
-                    # what the samples that end now will give
-                    usual = world * have / samples if samples else 0.0
-                    made = self._shard(writer, shards + rank, _Samples(bar, samples, usual, self.wanted))
-                    write_shard(path, made)
-                    written += sum(len(row["ids"]) for row in made)
-                    seconds += time.monotonic() - start
-                processes.wait()
-                for number in range(shards, shards + world):
-                    for row in read_shard(file.parent / shard_name(number)):
-                        samples, tokens = samples + 1, tokens + len(row["ids"])
-                        verdict = self.judge(row["ids"])
-                        reason = verdict.reason or ("twice" if _key(verdict.text) in known else "")
-                        if reason:
-                            left_out[reason] += 1
-                        elif have < self.wanted:
-                            known.add(_key(verdict.text))
-                            texts.append(verdict.text)
-                            have += self.amount(verdict.text)
-                (bar.skip if made_before else bar.update)(min(have, self.wanted) - bar.n)
-                shards += world
-        if not rank:
-            write_jsonl(file, [self.row(text) for text in texts])
-        rate = rate_of_all(written, seconds)
-        processes.wait()
-        return {
-            "kept": len(texts),
-            "samples": samples,
-            "sampled_tokens": tokens,
-            "left_out": dict(sorted(left_out.items())),
-            "shards": shards,
-            "tokens_per_second": rate,
-            "precision": writer.precision.name,
-        }
-
-    def _shard(self, writer: Writer, number: int, bar: Any) -> list[dict[str, Any]]:
-        openings = self.openings(number)
-        first = number * len(openings)
-        requests = [
-            Request(first + place, [], [*self.before, *opening], 1.0)
-            for place, opening in enumerate(openings)
-        ]
-        longest = max(len(request.prompt_ids) for request in requests)
-        if longest >= writer.context_length:
-            raise InputError(
-                f"the chat template's beginning has {longest} tokens and the context {writer.context_length}; give files"
-            )
-        found, _ = answered(writer, number, requests, bar)
-        return [{"ids": [*opening, *ids]} for opening, ids in zip(openings, found, strict=True)]
+def _sampled(writer: Writer, number: int, prompts: list[list[int]], bar: Any) -> list[list[int]]:
+    """What the target writes behind the prompts of a shard."""
+    longest = max(map(len, prompts))
+    if longest >= writer.context_length:
+        raise InputError(
+            f"the chat template's beginning has {longest} tokens and the context {writer.context_length}; give files"
+        )
+    first = number * len(prompts)
+    requests = [Request(first + place, [], prompt, 1.0) for place, prompt in enumerate(prompts)]
+    return answered(writer, number, requests, bar)[0]
 
 
 class _Samples:
@@ -311,16 +319,3 @@ class _Samples:
 
     def add_tokens(self, tokens: int) -> None:
         self.bar.add_tokens(tokens)
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a shard lies there as it was written."""
-    try:
-        read_shard(path)
-    except InputError:
-        return False
-    return True
-
-
-def _told(left_out: Counter[str]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in left_out.most_common()) or "none left out"
