@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -80,21 +80,17 @@ def part_of(package: str) -> str:
     return "heldout" if place < HELDOUT_SHARE else "seed" if place < HELDOUT_SHARE + SEED_SHARE else "train"
 
 
-def chats_of(fact: Fact) -> Iterator[dict[str, Any]]:
-    """Every question about a fact with its answer: {messages, name, kind, package}."""
-    for question in QUESTIONS[fact.kind]:
-        yield _chat(question.format(name=fact.name), fact.summary, fact.name, fact.kind, fact.package)
-
-
-def _chat(question: str, answer: str, name: str, kind: str, package: str) -> dict[str, Any]:
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"messages": messages, "name": name, "kind": kind, "package": package}
+def chats_of(fact: Fact, questions: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
+    """Every question about a fact (those of its kind by default) with its answer: {messages, name, kind, package}."""
+    about = {"name": fact.name, "kind": fact.kind, "package": fact.package}
+    for question in questions or QUESTIONS[fact.kind]:
+        asked = {"role": "user", "content": question.format(name=fact.name)}
+        yield {"messages": [asked, {"role": "assistant", "content": fact.summary}], **about}
 
 
 def _small_talk() -> Iterator[dict[str, Any]]:
     for answer, questions in REPLIES.items():
-        for question in questions:
-            yield _chat(question, answer, answer, SMALL_TALK, SMALL_TALK)
+        yield from chats_of(Fact(answer, SMALL_TALK, SMALL_TALK, answer), questions)
 
 
 def _prompts_of(fact: Fact, most: int) -> Iterator[dict[str, Any]]:

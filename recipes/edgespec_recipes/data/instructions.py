@@ -9,7 +9,7 @@ Knows no tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -223,7 +223,7 @@ def _turns(name: str, key: str, turn: str) -> Form:
             raise InputError(f"{where} has the {key} {str(turns)[:60]!r}; they must be a list")
         messages = [_turn(turn, where) for turn in turns]
         own = any(message["role"] == "system" for message in messages)
-        return list(_last_exchange(messages if own else _system(row, where) + messages))
+        return _last_exchange(messages if own else _system(row, where) + messages)
 
     return Form(name, f"{key}: {turn}", _has(key), read)
 
@@ -243,15 +243,15 @@ def _turn(turn: Any, where: str) -> Message:
     return {"role": ROLES[role], "content": content}
 
 
-def _last_exchange(messages: list[Message]) -> Iterator[Conversation]:
+def _last_exchange(messages: list[Message]) -> list[Conversation]:
     """Up to the last user turn, and the reply after it; replies before the first user turn answer nobody and are dropped."""
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if not users or not messages[users[-1]]["content"].strip():
-        return
+        return []
     head = [message for message in messages[: users[0]] if message["role"] == "system"]
     replies = [message["content"] for message in messages[users[-1] + 1 :] if message["role"] == "assistant"]
     response = replies[0] if replies and replies[0].strip() else None
-    yield Conversation([*head, *messages[users[0] : users[-1] + 1]], response)
+    return [Conversation([*head, *messages[users[0] : users[-1] + 1]], response)]
 
 
 def _tree(tree: Row, where: str) -> list[Conversation]:

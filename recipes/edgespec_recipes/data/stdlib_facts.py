@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -148,13 +149,9 @@ def _object_facts(module: str, name: str, value: Any, package: str) -> Iterator[
 def _exported(tree: ast.Module) -> list[str]:
     """The names in a literal __all__."""
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
-        ):
-            try:
+        if isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets):
+            with suppress(ValueError):
                 return [str(name) for name in ast.literal_eval(node.value)]
-            except ValueError:
-                return []
     return []
 
 

@@ -79,7 +79,7 @@ class StoredTargets(Store):
         self.vocab_size, self.top_k = index["vocab_size"], index["top_k"]
         self.packed: bool = index.get("packed", True)  # whether a row holds several texts
         self._rows: str = index["rows"]
-        self._starts: dict[int, list[int]] = {}
+        self._starts: dict[int, list[int]] = {}  # of a shard: the first position of each row, and the end
         self._mapped = Mapped()
 
     def check_rows(self, rows: Any) -> None:
@@ -89,9 +89,13 @@ class StoredTargets(Store):
                 f"{self.folder} was stored from other responses; delete it and run the same command again"
             )
 
-    def _starts_of(self, number: int) -> list[int]:
-        """The first position of each row of a shard, whose checksum is looked at the first time."""
-        if number not in self._starts:
+    def records(self, row: int) -> np.ndarray:
+        if not 0 <= row < self.size:
+            raise InputError(
+                f"row {row} was not stored: {self.folder} has {self.size} rows; store the targets of these rows"
+            )
+        number, place = divmod(row, self.shard_rows)
+        if number not in self._starts:  # a shard's checksum is looked at the first time
             try:
                 positions = whole_shard(self.folder, number)["positions"]
             except InputError as error:
@@ -99,16 +103,9 @@ class StoredTargets(Store):
                     f"{error}; store the targets again: only this shard is made again"
                 ) from error
             self._starts[number] = [0, *np.cumsum(positions).tolist()]
-        return self._starts[number]
-
-    def records(self, row: int) -> np.ndarray:
-        if not 0 <= row < self.size:
-            raise InputError(
-                f"row {row} was not stored: {self.folder} has {self.size} rows; store the targets of these rows"
-            )
-        number, place = divmod(row, self.shard_rows)
-        starts = self._starts_of(number)
-        return self._mapped.read(Part(data_path(self.folder, number), starts[place], starts[place + 1]))
+        return self._mapped.read(
+            Part(data_path(self.folder, number), *self._starts[number][place : place + 2])
+        )
 
 
 class Distributions(Protocol):

@@ -72,7 +72,10 @@ class TorchWriter(InTorch):
     def answers(self, number: int, requests: list[Request]) -> Answers:
         with freed_memory_kept():
             generator = torch.Generator(self.model.device).manual_seed(self.seed * 1_000_003 + number)
-            for batch in _batches(requests, self.options.batch_size):
+            # those of like length together: padding is computed and thrown away
+            ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
+            for at in range(0, len(ordered), self.options.batch_size):
+                batch = ordered[at : at + self.options.batch_size]
                 kept = self.wanted.top_k, self.wanted.features
                 states = KeptStates(len(batch), *kept) if any(kept) else None
                 answers = sample_responses(
@@ -88,9 +91,3 @@ class TorchWriter(InTorch):
                 )
                 for place, (request, answer) in enumerate(zip(batch, answers, strict=True)):
                     yield Written(request.id, answer, states.of(place) if states else {})
-
-
-def _batches(requests: list[Request], size: int) -> list[list[Request]]:
-    """Requests of like length together: padding is computed and thrown away."""
-    ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
-    return [ordered[at : at + size] for at in range(0, len(ordered), size)]
