@@ -230,7 +230,7 @@ def report(
             {"prompt": index, "question": one.question.name, "category": one.question.category}
             for index, one in enumerate(asked.dialogues)
         ]
-        found["categories"] = [asdict(row) for row in rows]
+        found["categories"] = [row.as_json() for row in rows]
     return found
 
 
@@ -346,11 +346,11 @@ def _print_suite(
     options: Options, summaries: Sequence[Summary], asked: Questions, rows: Sequence[Category], seconds: float
 ) -> None:
     """A table by category for each way of drafting that is compared, and what of the suite was not run."""
-    done, total = rows[-1].prompts, len(asked.dialogues)
+    done, total = rows[-1].drafted.prompts, len(asked.dialogues)
     print()
     for s in compared(summaries):
         print(f"{options.suite} by category: {s.name} against plain decoding\n")
-        own = [row for row in rows if row.draft_length == s.draft_length]
+        own = [row for row in rows if row.drafted.draft_length == s.draft_length]
         print(category_table(own, markdown=options.markdown), end="\n\n")
     if done < total:
         print(

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from edgespec.core.table import interval, table
-from edgespec_runtime.bench.report import LEAST_PROMPTS, PLAIN, Interval, Run, summarise
+from edgespec_runtime.bench.report import LEAST_PROMPTS, PLAIN, Interval, Run, Summary, shown, summarise
 
 ALL = "all"
+_BOTH = ("token_rate", "first_token_seconds")
+_DRAFTED = ("prompts", "draft_length", "block_efficiency", "acceptance_rate", *_BOTH, "speedup", "identical")
 
 
-@dataclass(frozen=True)
-class Category:
-    """Figures of the questions of one category; intervals are 95 % bootstrap intervals over questions.
+class Category(NamedTuple):
+    """The questions of one category; intervals are over questions. `turns`: of all of them, each decoded on its own."""
 
-    Attributes:
-        prompts: questions. turns: their turns, each decoded on its own.
-        draft_length: what speculates, as in `Summary`.
-        block_efficiency: τ, tokens per target pass: Spec-Bench's mean accepted tokens.
-        acceptance_rate: α; None where nothing was drafted.
-        token_rate, plain_token_rate: tokens per second, medians over questions. speedup: median of their ratio.
-        first_token_seconds, plain_first_token_seconds: from an empty cache, prompt included; medians over questions.
-        identical: questions whose replies have the same tokens as the plain ones.
-    """
-
-    category: str
-    prompts: int
+    name: str
     turns: int
-    draft_length: int
-    block_efficiency: Interval
-    acceptance_rate: float | None
-    plain_token_rate: Interval
-    token_rate: Interval
-    speedup: Interval
-    plain_first_token_seconds: float
-    first_token_seconds: float
-    identical: int
+    plain: Summary
+    drafted: Summary
+
+    def as_json(self) -> dict[str, Any]:
+        """Figures as in `Summary`; `block_efficiency` is Spec-Bench's mean accepted tokens."""
+        drafted = {name: getattr(self.drafted, name) for name in _DRAFTED}
+        plain = {f"plain_{name}": getattr(self.plain, name) for name in _BOTH}
+        return {"category": self.name, "turns": self.turns, **drafted, **plain}
 
 
 def by_category(runs: Sequence[Run], category_of: Mapping[int, str], draft_length: int) -> list[Category]:
@@ -49,45 +37,29 @@ def by_category(runs: Sequence[Run], category_of: Mapping[int, str], draft_lengt
     grouped: dict[str, list[Run]] = {}
     for run in wanted:
         grouped.setdefault(category_of[run.prompt], []).append(run)
-    rows = [_row(name, group, draft_length) for name, group in grouped.items()]
-    return [*rows, _row(ALL, wanted, draft_length)] if len(rows) > 1 else rows
-
-
-def _row(name: str, runs: Sequence[Run], draft_length: int) -> Category:
-    plain, drafted = summarise(runs, {})
-    alpha = drafted.acceptance_rate
-    return Category(
-        category=name,
-        prompts=len({run.prompt for run in runs}),
-        turns=len({(run.prompt, run.turn) for run in runs}),
-        draft_length=draft_length,
-        block_efficiency=drafted.block_efficiency,
-        acceptance_rate=None if math.isnan(alpha) else alpha,
-        plain_token_rate=plain.token_rate,
-        token_rate=drafted.token_rate,
-        speedup=drafted.speedup,
-        plain_first_token_seconds=plain.first_token_seconds,
-        first_token_seconds=drafted.first_token_seconds,
-        identical=drafted.identical,
-    )
+    every = [(ALL, wanted)] if len(grouped) > 1 else []
+    return [
+        Category(name, len({(run.prompt, run.turn) for run in group}), *summarise(group, {}))
+        for name, group in [*grouped.items(), *every]
+    ]
 
 
 def category_table(rows: Sequence[Category], *, markdown: bool = False) -> str:
     """One line a category; τ is Spec-Bench's mean accepted tokens. Of few questions no interval is shown: it is too narrow."""
 
-    def shown(row: Category, found: Interval) -> str:
-        return interval(*found) if row.prompts >= LEAST_PROMPTS else f"{found[0]:.2f}"
+    def within(row: Category, found: Interval) -> str:
+        return interval(*found) if row.drafted.prompts >= LEAST_PROMPTS else f"{found[0]:.2f}"
 
     cells = [
         (
-            row.category,
-            row.prompts,
-            shown(row, row.block_efficiency),
-            "-" if row.acceptance_rate is None else f"{row.acceptance_rate:.3f}",
-            f"{row.plain_token_rate[0]:.1f}",
-            f"{row.token_rate[0]:.1f}",
-            shown(row, row.speedup),
-            f"{1e3 * row.first_token_seconds:.1f}",
+            row.name,
+            row.drafted.prompts,
+            within(row, row.drafted.block_efficiency),
+            shown(row.drafted.acceptance_rate, 3),
+            f"{row.plain.token_rate[0]:.1f}",
+            f"{row.drafted.token_rate[0]:.1f}",
+            within(row, row.drafted.speedup),
+            f"{1e3 * row.drafted.first_token_seconds:.1f}",
         )
         for row in rows
     ]

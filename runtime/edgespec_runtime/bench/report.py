@@ -198,8 +198,9 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
     return summaries
 
 
-def _shown(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
+def shown(value: float, digits: int = 2) -> str:
+    """A dash for what is not known."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def speed_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
@@ -209,7 +210,7 @@ def speed_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
             s.name,
             interval(*s.token_rate, digits=1),
             "1" if s.draft_length == PLAIN else interval(*s.speedup),
-            "" if s.draft_length == PLAIN else _shown(s.predicted),
+            "" if s.draft_length == PLAIN else shown(s.predicted),
             f"{1e3 * s.first_token_seconds:.1f}",
         )
         for s in summaries
@@ -227,9 +228,9 @@ def cost_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
             s.name,
             interval(*s.block_efficiency) if s.blocks else "-",
             f"{s.acceptance_rate:.3f}" if s.mean_draft_length else "-",
-            *(_shown(s.mbsu[name]) for name in names),
+            *(shown(s.mbsu[name]) for name in names),
             f"{s.draft_cost:.3f}" if s.mean_draft_length else "-",
-            _shown(s.verify_cost),
+            shown(s.verify_cost),
         )
         for s in drafted
     ]

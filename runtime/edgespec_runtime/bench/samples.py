@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from edgespec.core.metrics import RawCounts
 from edgespec_runtime.bench.dialogues import Dialogue
-from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import Block, DecodingOptions
+from edgespec_runtime.chat.replies import pieces
+from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.pair.bundle import Pair
-from edgespec_runtime.text.tokenizer import ChatTokenizer
 
 REPLIES = 4  # enough to see a pattern, few enough to read
 TOKENS = 160  # of a reply: about 15 lines
@@ -23,7 +23,7 @@ def samples_of(pair: Pair, dialogues: Sequence[Dialogue], how: DecodingOptions) 
     """The first turns of the first dialogues, decoded once more with a fixed draft length; nothing here is timed.
 
     Each has `prompt` (the beginning of the user's text), `draft_length`, `tokens`, `passes`, `accepted`, and `parts`: pairs of a
-    text and whether the drafter proposed it.
+    text and whether the drafter proposed it. A character whose bytes come from several tokens belongs to the last of them.
     """
     how = replace(how, max_new_tokens=min(how.max_new_tokens, TOKENS))
     return [_sample(pair, dialogue, how) for dialogue in dialogues[:REPLIES]]
@@ -33,31 +33,15 @@ def _sample(pair: Pair, dialogue: Dialogue, how: DecodingOptions) -> dict[str, A
     for model in pair.models:
         model.rewind(0)
     counts = RawCounts()
-    blocks = list(decode(pair.target, pair.draft, dialogue.prompts[0], how, pair.tokenizer.stop_ids, counts))
+    said = list(pieces(pair, dialogue.prompts[0], how, counts))
     return {
         "prompt": dialogue.question.turns[0][:CHARACTERS],
         "draft_length": how.draft_length,
         "tokens": counts.emitted,
         "passes": counts.blocks,
-        "accepted": sum(block.accepted for block in blocks),
-        "parts": parts_of(pair.tokenizer, blocks),
+        "accepted": sum(len(piece.tokens) for piece in said if piece.accepted),
+        "parts": [
+            ["".join(piece.text for piece in group), drafted]
+            for drafted, group in groupby(filter(attrgetter("text"), said), key=attrgetter("accepted"))
+        ],
     }
-
-
-def parts_of(tokenizer: ChatTokenizer, blocks: Sequence[Block]) -> list[list[Any]]:
-    """The reply as [text, whether drafted] pairs, neighbours of a kind joined.
-
-    A character whose bytes come from several tokens belongs to the last of them.
-    """
-    stream = tokenizer.stream()
-    pieces = [
-        (stream.feed([token]), place < block.accepted)
-        for block in blocks
-        for place, token in enumerate(block.tokens)
-    ]
-    pieces.append((stream.finish(), False))
-    shown = [piece for piece in pieces if piece[0]]
-    return [
-        ["".join(text for text, _ in group), drafted]
-        for drafted, group in groupby(shown, key=lambda piece: piece[1])
-    ]

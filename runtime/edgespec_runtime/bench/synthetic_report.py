@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from edgespec.core import __version__
 from edgespec.core.metrics import RawCounts, bootstrap, median
@@ -21,6 +21,7 @@ from edgespec_runtime.engines.exactness import EXACT
 
 Trace = tuple[float, ...]  # acceptance rate at each position of a block; the last one goes on
 GB = 1e9
+FOUND = ("token_rate", "speedup", "block_efficiency", "acceptance_rate", "draft_cost", "verify_cost", "mbsu")
 
 
 @dataclass(frozen=True)
@@ -63,27 +64,26 @@ class Section:
     runs: tuple[Run, ...]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One arm over all rounds; `speedup`: median over rounds of its token rate / the plain one's; `loop_share`: see Run."""
+class Row(NamedTuple):
+    """One arm over all rounds. `found`: what a bench makes of its runs beside the plain ones, each round as a prompt."""
 
     arm: Arm
-    draft_length: float
-    token_rate: Interval
-    speedup: Interval
-    block_efficiency: Interval
-    acceptance_rate: float
-    draft_cost: float
-    verify_cost: float
-    mbsu: dict[str, float]
+    found: report.Summary
     best_draft_length: int  # by the costs measured beforehand ...
     predicted: float  # ... and the speed-up that these promise with it
     loop_share: Interval
 
-    @property
-    def limit(self) -> float:
-        """τ / (γ · c_t + v), all from the runs."""
-        return self.block_efficiency[0] / (self.draft_length * self.draft_cost + self.verify_cost)
+    def as_json(self) -> dict[str, Any]:
+        """Also `limit`: τ / (γ · c_t + v), all from the runs."""
+        return {
+            "arm": asdict(self.arm),
+            "draft_length": self.found.mean_draft_length,
+            **{name: getattr(self.found, name) for name in FOUND},
+            "best_draft_length": self.best_draft_length,
+            "predicted": self.predicted,
+            "loop_share": self.loop_share,
+            "limit": self.found.predicted,
+        }
 
 
 def plain_rate(section: Section) -> Interval:
@@ -103,27 +103,15 @@ def rows_of(section: Section) -> list[Row]:
 
 
 def _row(section: Section, arm: Arm) -> Row:
-    """What a bench makes of the arm's runs beside the plain ones, each round as a prompt of its own."""
     own, lengths = [run for run in section.runs if run.arm == arm], {None: PLAIN, arm: AUTO}
     both = [run for run in section.runs if run.arm in lengths]
     runs = [report.Run(run.round, 0, lengths[run.arm], 0, 0.0, (), run.counts) for run in both]
     _, found = report.summarise(runs, section.cost_ratios)
     at = section.costs.at(section.costs.contexts[0])
-    best, predicted = best_of_trace(at, arm.trace)
-    return Row(
-        arm=arm,
-        draft_length=found.mean_draft_length,
-        token_rate=found.token_rate,
-        speedup=found.speedup,
-        block_efficiency=found.block_efficiency,
-        acceptance_rate=found.acceptance_rate,
-        draft_cost=found.draft_cost if all(run.counts.drafted for run in own) else at.c_t,
-        verify_cost=found.verify_cost,
-        mbsu=found.mbsu,
-        best_draft_length=best,
-        predicted=predicted,
-        loop_share=bootstrap([run.loop_share for run in own], median),
-    )
+    if not all(run.counts.drafted for run in own):
+        found = replace(found, draft_cost=at.c_t)
+    loop_share = bootstrap([run.loop_share for run in own], median)
+    return Row(arm, found, *best_of_trace(at, arm.trace), loop_share)
 
 
 def best_of_trace(at: CostsAt, trace: Trace) -> tuple[int, float]:
@@ -180,13 +168,13 @@ def _speed_table(section: Section, rows: Sequence[Row], plain: Interval, markdow
     lines += [
         (
             _name(row.arm),
-            f"{row.draft_length:.1f}",
-            interval(*row.token_rate),
-            interval(*row.speedup),
-            f"{row.limit:.2f}",
-            f"{row.speedup[0] / row.limit:.2f}",
+            f"{row.found.mean_draft_length:.1f}",
+            interval(*row.found.token_rate),
+            interval(*row.found.speedup),
+            f"{row.found.predicted:.2f}",
+            f"{row.found.speedup[0] / row.found.predicted:.2f}",
             _percent(row.loop_share),
-            *(f"{row.mbsu[name]:.2f}" for name in names),
+            *(f"{row.found.mbsu[name]:.2f}" for name in names),
         )
         for row in rows
     ]
@@ -203,10 +191,10 @@ def _cost_table(rows: Sequence[Row], markdown: bool) -> str:
     lines = [
         (
             _name(row.arm),
-            interval(*row.block_efficiency),
-            "" if math.isnan(row.acceptance_rate) else f"{row.acceptance_rate:.3f}",
-            f"{row.draft_cost:.3f}",
-            f"{row.verify_cost:.2f}",
+            interval(*row.found.block_efficiency),
+            "" if math.isnan(row.found.acceptance_rate) else f"{row.found.acceptance_rate:.3f}",
+            f"{row.found.draft_cost:.3f}",
+            f"{row.found.verify_cost:.2f}",
             f"{row.best_draft_length}",
             f"{row.predicted:.2f}",
         )
@@ -239,7 +227,7 @@ def as_json(sections: Sequence[Section], left_out: dict[str, str]) -> dict[str, 
                 **asdict(section),
                 "plain_token_rate": plain_rate(section),
                 "plain_loop_share": plain_loop_share(section),
-                "rows": [{**asdict(row), "limit": row.limit} for row in rows_of(section)],
+                "rows": [row.as_json() for row in rows_of(section)],
             }
             for section in sections
         ],

@@ -38,7 +38,7 @@ def pieces(
     prompt: Sequence[int],
     options: DecodingOptions,
     counts: RawCounts,
-    schedule: Schedule,
+    schedule: Schedule | None = None,
     *,
     raw: bool = False,
     stops: Sequence[str] = (),

@@ -27,9 +27,10 @@ from edgespec_runtime.bench.report import (
     summarise,
     verdict,
 )
-from edgespec_runtime.bench.samples import parts_of
-from edgespec_runtime.bench.suite import question_of
-from edgespec_runtime.decoding.options import Block
+from edgespec_runtime.bench.samples import samples_of
+from edgespec_runtime.bench.suite import Question, question_of
+from edgespec_runtime.chat import replies
+from edgespec_runtime.decoding.options import Block, DecodingOptions
 from edgespec_runtime.decoding.speed import metrics_of, shuffled
 from edgespec_runtime.pair.bundle import Pair
 from edgespec_runtime.text.tokenizer import ChatTokenizer
@@ -299,13 +300,17 @@ def test_nothing_is_decoded_for_a_report_that_nobody_asked_for(
     assert main(["bench", str(bundle), *flags, "--repeats", "1"]) == 0
 
 
-def test_a_sample_marks_the_accepted_beginning_of_every_block(bundle: Path) -> None:
-    tokenizer = ChatTokenizer(bundle / "tokenizer")
+def test_a_sample_marks_the_accepted_beginning_of_every_block(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = pair.tokenizer
     ids = tokenizer.encode("What is a list of words?")
     assert len(ids) > 6
     blocks = [Block(tuple(ids[:3]), 2), Block(tuple(ids[3:4]), 0), Block(tuple(ids[4:]), len(ids) - 4)]
     texts = [tokenizer.decode(ids[:end]) for end in (2, 4, len(ids))]
-    assert parts_of(tokenizer, blocks) == [
+    monkeypatch.setattr(replies, "decode", lambda *_: (block for block in blocks))
+    (sample,) = samples_of(pair, [Dialogue(tokenizer, Question(("Hi",)))], DecodingOptions())
+    assert sample["parts"] == [
         [texts[0], True],
         [texts[1].removeprefix(texts[0]), False],
         [texts[2].removeprefix(texts[1]), True],

@@ -46,8 +46,8 @@ def both(prompt: int, blocks: int, seconds: float, turn: int = 0, reply: int = 0
 def test_rows_of_known_counts() -> None:
     runs = [*both(0, 20, 0.3), *both(1, 30, 0.6), *both(2, 20, 0.3), *both(3, 20, 0.2)]
     rows = by_category(runs, {0: "b", 1: "a", 2: "b", 3: "b"}, 3)
-    assert [row.category for row in rows] == ["b", "a", ALL]
-    b, a, all_of_them = rows
+    assert [row.name for row in rows] == ["b", "a", ALL]
+    b, a, all_of_them = (row.drafted for row in rows)
     assert (b.prompts, a.prompts, all_of_them.prompts) == (3, 1, 4)
     assert b.block_efficiency == (3.0, 3.0, 3.0)
     assert a.block_efficiency[0] == 2.0
@@ -55,8 +55,8 @@ def test_rows_of_known_counts() -> None:
     assert b.acceptance_rate == pytest.approx(3 * 13 / 60)
     assert b.speedup == pytest.approx((2.0, 2.0, 3.0))
     assert a.speedup == pytest.approx((1.0, 1.0, 1.0))
-    assert (b.plain_token_rate[0], b.token_rate[0]) == pytest.approx((100.0, 200.0))
-    assert b.first_token_seconds == b.plain_first_token_seconds == pytest.approx(0.03)
+    assert (rows[0].plain.token_rate[0], b.token_rate[0]) == pytest.approx((100.0, 200.0))
+    assert b.first_token_seconds == rows[0].plain.first_token_seconds == pytest.approx(0.03)
     assert b.draft_length == 3
 
 
@@ -68,17 +68,17 @@ def test_turns_of_a_question_are_one_item_of_the_statistics() -> None:
             pair = both(prompt, 20, 0.3 - 0.1 * prompt, turn, reply=7 * turn)
             runs += [replace(pair[0], reply=(7 * turn,) * 60), pair[1]]
     (row,) = by_category(runs, {0: "chat", 1: "chat"}, 3)
-    assert (row.prompts, row.turns, row.identical) == (2, 4, 2)
-    assert row.speedup == pytest.approx((2.5, 2.0, 3.0))
+    assert (row.drafted.prompts, row.turns, row.drafted.identical) == (2, 4, 2)
+    assert row.drafted.speedup == pytest.approx((2.5, 2.0, 3.0))
     runs[-1] = replace(runs[-1], reply=(1,) * 60)
     (row,) = by_category(runs, {0: "chat", 1: "chat"}, 3)
-    assert row.identical == 1
+    assert row.drafted.identical == 1
 
 
 def test_a_category_in_which_nothing_was_drafted_has_no_acceptance() -> None:
     runs = [run_of(0, PLAIN, 60, 0.6), replace(run_of(0, PLAIN, 60, 0.6), draft_length=AUTO)]
     (row,) = by_category(runs, {0: "maths"}, AUTO)
-    assert row.acceptance_rate is None
+    assert math.isnan(row.as_json()["acceptance_rate"])
     cells = " ".join(category_table([row]).splitlines()[2].split())
     assert cells == "maths 1 1.00 - 100.0 100.0 1.00 10.0"  # no interval of one question
     assert category_table([row], markdown=True).splitlines()[0].startswith("|")

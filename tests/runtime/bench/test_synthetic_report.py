@@ -46,13 +46,13 @@ def known_section(rate: float = 0.8, mode: str = EXACT) -> Section:
 
 def test_a_row_of_known_counts() -> None:
     (row,) = rows_of(known_section())
-    assert row.draft_length == 3.0
-    assert row.draft_cost == pytest.approx(0.1)
-    assert row.verify_cost == pytest.approx(1.5)
-    assert row.limit == pytest.approx(3.0 / 1.8)
-    assert row.speedup == pytest.approx((row.limit,) * 3)  # no time is lost in the loop
-    assert row.mbsu["parameters"] == pytest.approx(mbsu(3.0, 3, 0.02))
-    assert row.mbsu["bytes"] == pytest.approx(mbsu(3.0, 3, 0.01))
+    assert row.found.mean_draft_length == 3.0
+    assert row.found.draft_cost == pytest.approx(0.1)
+    assert row.found.verify_cost == pytest.approx(1.5)
+    assert row.found.predicted == pytest.approx(3.0 / 1.8)
+    assert row.found.speedup == pytest.approx((row.found.predicted,) * 3)  # no time is lost in the loop
+    assert row.found.mbsu["parameters"] == pytest.approx(mbsu(3.0, 3, 0.02))
+    assert row.found.mbsu["bytes"] == pytest.approx(mbsu(3.0, 3, 0.01))
     assert row.loop_share == pytest.approx((0.36 / 0.35 - 1,) * 3)
     assert plain_loop_share(known_section()) == (0.0, 0.0, 0.0)
     assert (row.best_draft_length, row.predicted) == (3, pytest.approx((1 - 0.8**4) / 0.2 / 1.8))
@@ -84,5 +84,9 @@ def test_a_schedule_that_never_drafts_still_has_a_row() -> None:
     runs = tuple(Run(run.arm, run.round, plain, 0.6) for run in section.runs)
     silent = Section(**{**vars(section), "runs": runs})
     (row,) = rows_of(silent)
-    assert (row.draft_length, row.draft_cost, row.limit) == (0.0, pytest.approx(0.1), 1.0)
+    assert (row.found.mean_draft_length, row.found.draft_cost, row.found.predicted) == (
+        0.0,
+        pytest.approx(0.1),
+        1.0,
+    )
     assert "nan" not in text(silent)
