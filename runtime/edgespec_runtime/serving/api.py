@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -58,8 +59,8 @@ class _Asked:
     """A request that was checked.
 
     Attributes:
-        head: the answer's id, when it was made, and the model.
-        raw: whether the reply goes on with the prompt's text.
+        head: the answer's id and kind, when it was made, the model, and the seed of its sampling: None where it is greedy.
+        raw: whether it is a completion, whose reply goes on with the prompt's text, rather than a chat.
     """
 
     request: Request
@@ -68,13 +69,6 @@ class _Asked:
     head: Json
     reply: Reply
     raw: bool
-
-    def answer(self, kind: str, *choices: Json, usage: Json | None = None) -> Json:
-        """The answer or a piece of it. `seed`: that of its sampling, None where it is greedy."""
-        drawn = self.request.seed is not None or self.how.temperature > 0
-        seed = self.how.seed if drawn else None
-        made = {**self.head, "object": kind, "seed": seed, "choices": list(choices)}
-        return made if usage is None else {**made, "usage": usage}
 
 
 class Service:
@@ -124,40 +118,18 @@ class Service:
         if scored > MAX_SCORES:
             words = f"logprobs is {request.score}, which makes {scored} of them; at most {MAX_SCORES} are given: ask for fewer"
             raise Refused(400, words, "logprobs")
-        kind = "text_completion"
-
-        def whole(watch: Watch) -> Iterator[Json]:
-            text, reply, finish, scores = self._answer(asked, watch)
-            choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": scores}
-            if request.ids:
-                choice |= {"token_ids": reply, "prompt_token_ids": asked.prompt}
-            yield asked.answer(kind, choice, usage=self._usage(asked))
-
-        def parts(watch: Watch) -> Iterator[Json]:
-            return self._parts(asked, watch, kind, lambda text: {"text": text})
-
-        return Work(request.stream, parts if request.stream else whole)
+        return self._work(asked)
 
     def chat(self, body: Json) -> Work:
         """Raises InputError or Refused for a request that cannot be answered."""
         request = read_chat(body, self.name)
         messages = read_messages(body)
         self._check_size("messages", *(message["content"] for message in messages))
-        ids = self.pair.tokenizer.encode_chat(messages)
-        asked = self._asked(request, ids, raw=False)
+        return self._work(self._asked(request, self.pair.tokenizer.encode_chat(messages), raw=False))
 
-        def whole(watch: Watch) -> Iterator[Json]:
-            text, _, finish, _ = self._answer(asked, watch)
-            message = {"role": "assistant", "content": text}
-            choice = {"index": 0, "message": message, "finish_reason": finish}
-            yield asked.answer("chat.completion", choice, usage=self._usage(asked))
-
-        def parts(watch: Watch) -> Iterator[Json]:
-            first = {"delta": {"role": "assistant", "content": ""}}
-            kind = "chat.completion.chunk"
-            return self._parts(asked, watch, kind, lambda text: {"delta": {"content": text}}, first)
-
-        return Work(request.stream, parts if request.stream else whole)
+    def _work(self, asked: _Asked) -> Work:
+        stream = asked.request.stream
+        return Work(stream, partial(self._parts if stream else self._whole, asked))
 
     def _check_size(self, field: str, *texts: str) -> None:
         """Refuse a text far beyond the context by its beginning: nothing else of this process runs while it is encoded."""
@@ -168,7 +140,11 @@ class Service:
 
     def _asked(self, request: Request, prompt: list[int], *, raw: bool) -> _Asked:
         """`raw`: a completion, not a chat. Raises InputError or Refused for a prompt that cannot be answered."""
-        prefix, field = ("cmpl", "prompt") if raw else ("chatcmpl", "messages")
+        prefix, field, kind = ("chatcmpl", "messages", "chat.completion")
+        if raw:
+            prefix, field, kind = ("cmpl", "prompt", "text_completion")
+        elif request.stream:
+            kind += ".chunk"
         usual = DEFAULT_TOKENS if raw else self.context_length
         if request.speculative and self.pair.draft is None:
             words = "speculative is true; this server runs without a drafter: leave it out or give false"
@@ -181,7 +157,12 @@ class Service:
             if len(prompt) < self.context_length:
                 raise
             raise Refused(400, str(error), field, "context_length_exceeded") from error
-        head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
+        head: Json = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": self.name,
+        }
+        head |= {"object": kind, "seed": how.seed}
         return _Asked(request, prompt, how, head, Reply(len(prompt)), raw)
 
     @contextmanager
@@ -212,7 +193,14 @@ class Service:
                 model.before_pass = None
             self.sums.replied(reply)
 
-    def _answer(self, asked: _Asked, watch: Watch) -> tuple[str, list[int], str, Json | None]:
+    def _answer(self, asked: _Asked, *choices: Json, usage: bool) -> Json:
+        """The answer or a piece of it."""
+        made = {**asked.head, "choices": list(choices)}
+        if usage:
+            made["usage"] = asked.reply.usage(self.schedules.why_no_drafts(asked.how))
+        return made
+
+    def _whole(self, asked: _Asked, watch: Watch) -> Iterator[Json]:
         request, reply, text, finish, scores = asked.request, list[int](), "", "", None
         with self._turn(asked, watch) as said:
             for piece in said:
@@ -227,43 +215,39 @@ class Service:
             text = self.pair.tokenizer.decode(asked.prompt) + text
         elif request.echo:
             text = self.pair.tokenizer.decode([*asked.prompt, *reply])
-        return text, reply, REASONS[finish], scores
+        words: Json = {"text": text} if asked.raw else {"message": {"role": "assistant", "content": text}}
+        choice = {"index": 0, **words, "finish_reason": REASONS[finish]}
+        if asked.raw:
+            choice["logprobs"] = scores
+        if request.ids:
+            choice |= {"token_ids": reply, "prompt_token_ids": asked.prompt}
+        yield self._answer(asked, choice, usage=True)
 
-    def _usage(self, asked: _Asked) -> Json:
-        return asked.reply.usage(self.schedules.why_no_drafts(asked.how))
-
-    def _parts(
-        self,
-        asked: _Asked,
-        watch: Watch,
-        kind: str,
-        words: Callable[[str], Json],
-        opening: Json | None = None,
-    ) -> Iterator[Json]:
-        """The pieces of a streamed reply; `opening`, if any, is the first one and comes with the first block.
+    def _parts(self, asked: _Asked, watch: Watch) -> Iterator[Json]:
+        """The pieces of a streamed reply. A chat's first one says who speaks, and comes with the first block.
 
         `speculation` of a piece is ours: whether its text is the drafter's, and of how many tokens it is.
         """
-        request, tokens = asked.request, 0
+        request, tokens, opened = asked.request, 0, asked.raw
 
         def part(inside: Json, finish: str | None = None) -> Json:
-            usage = self._usage(asked) if request.running_usage else None
-            return asked.answer(kind, {"index": 0, **inside, "finish_reason": finish}, usage=usage)
+            choice = {"index": 0, **inside, "finish_reason": finish}
+            return self._answer(asked, choice, usage=request.running_usage)
 
         with self._turn(asked, watch) as said:
             for piece in said:
-                if opening is not None:
-                    yield part(opening)
-                    opening = None
+                if not opened:
+                    yield part({"delta": {"role": "assistant", "content": ""}})
+                    opened = True
                 tokens += len(piece.tokens)
                 asked.reply.tokens += len(piece.tokens)
                 if piece.text or piece.finish:
-                    mark = {"accepted": piece.accepted, "tokens": tokens}
-                    finish = REASONS[piece.finish] if piece.finish else None
-                    yield part({**words(piece.text), "speculation": mark}, finish)
+                    words: Json = {"text": piece.text} if asked.raw else {"delta": {"content": piece.text}}
+                    words["speculation"] = {"accepted": piece.accepted, "tokens": tokens}
+                    yield part(words, REASONS[piece.finish] if piece.finish else None)
                     tokens = 0
         if request.usage:
-            yield asked.answer(kind, usage=self._usage(asked))
+            yield self._answer(asked, usage=True)
 
     def _scores(self, ids: Sequence[int], first: int, count: int, *, as_ids: bool) -> Json:
         """The target's log-probability of each token from `first` on, at temperature 1, and its `count` most probable ones there.

@@ -83,15 +83,12 @@ class Request:
     """What a request asks for beside its prompt.
 
     Attributes:
-        sampling: knobs of `DecodingOptions` that shape the distribution.
-        seed: None where the client gave none.
+        knobs: of `DecodingOptions`, those that the client gave and the temperature; a draft length of None is chosen.
         max_tokens: longest reply, None where the client gave none.
         stops: texts that end the reply.
         usage: whether a stream ends with the count of tokens.
         running_usage: whether every piece of a stream has the count so far.
         speculative: whether a drafter takes part; None where the client did not say.
-        draft_length: γ, `AUTO`, or None where the client gave none.
-        rule: the acceptance rule, None where the client gave none.
         score: how many of the most probable tokens to send with log-probabilities, None for no log-probabilities.
         echo: whether the text and the log-probabilities begin with the prompt.
         ids: whether to send the token ids of prompt and reply.
@@ -99,16 +96,13 @@ class Request:
         bos: whether a prompt that is a text gets the tokenizer's BOS.
     """
 
-    sampling: Mapping[str, float]
-    seed: int | None
+    knobs: Mapping[str, Any]
     max_tokens: int | None
     stops: tuple[str, ...]
     stream: bool
     usage: bool
     running_usage: bool = False
     speculative: bool | None = None
-    draft_length: int | str | None = None
-    rule: str | None = None
     score: int | None = None
     echo: bool = False
     ids: bool = False
@@ -123,21 +117,12 @@ class Request:
             usual: longest reply where the request names none.
             draft_length: that of a request without one; a rule with a loop of its own has none.
         """
-        if self.draft_length is not None:
-            draft_length = None if self.draft_length == AUTO else int(self.draft_length)
-        elif _has_loop(self.rule):
-            draft_length = None
-        how = DecodingOptions(
-            **self.sampling,  # type: ignore[arg-type]
-            max_new_tokens=max(1, min(room, self.max_tokens or usual)),
-            draft_length=draft_length,
-            rule=self.rule,
-        )
+        usually = None if _has_loop(self.knobs.get("rule")) else draft_length
+        knobs = {"draft_length": usually, **self.knobs}
+        how = DecodingOptions(**knobs, max_new_tokens=max(1, min(room, self.max_tokens or usual)))
         if self.speculative is False:
             how = plain(how)
-        if self.seed is not None:
-            return dataclasses.replace(how, seed=self.seed)
-        if how.temperature == 0.0:
+        if how.seed is not None or how.temperature == 0.0:
             return how
         return dataclasses.replace(how, seed=secrets.randbits(SEED_BITS), rule=how.rule_name)
 
@@ -294,37 +279,34 @@ def _common(body: dict[str, Any], model: str) -> Fields:
 
 
 def _request(fields: Fields, **more: Any) -> Request:
-    named = {name: fields.knob(name) for name in ("temperature", "top_p", "min_p")}
+    named: dict[str, Any] = {name: fields.knob(name) for name in ("temperature", "top_p", "min_p")}
     named["top_k"] = fields.whole("top_k", -1, 2**31 - 1)
     if named["top_k"] == -1:  # how vLLM spells "all"
         named["top_k"] = 0
-    sampling = {"temperature": TEMPERATURE} | {
-        name: value for name, value in named.items() if value is not None
-    }
+    named |= {"seed": fields.whole("seed", 0, 2**63 - 1), "rule": _rule(fields)}
+    knobs = {"temperature": TEMPERATURE} | {name: value for name, value in named.items() if value is not None}
+    if fields.get("draft_length") is not None:
+        knobs["draft_length"] = _draft_length(fields, named["rule"])
     given = fields.get("stream_options")
     options = Fields({} if given is None else given, "stream_options")
     return Request(
-        sampling=sampling,
-        seed=fields.whole("seed", 0, 2**63 - 1),
+        knobs=knobs,
         max_tokens=_max_tokens(fields),
         stops=_stops(fields),
         stream=fields.flag("stream"),
         usage=options.flag("include_usage"),
         running_usage=options.flag("continuous_usage_stats"),
         speculative=None if fields.get("speculative") is None else fields.flag("speculative"),
-        draft_length=_draft_length(fields),
-        rule=_rule(fields),
         **more,
     )
 
 
-def _draft_length(fields: Fields) -> int | str | None:
-    value = fields.get("draft_length")
-    if value is None or value == AUTO:
-        return value  # type: ignore[no-any-return]
-    if not _is_number(value):
+def _draft_length(fields: Fields, rule: str | None) -> int | None:
+    if fields.get("draft_length") == AUTO:
+        return None
+    if not _is_number(fields.get("draft_length")):
         raise fields.wrong("draft_length", f'a whole number of at least 1, or "{AUTO}", is wanted')
-    if _has_loop(rule := _rule(fields)):
+    if _has_loop(rule):
         raise fields.wrong("draft_length", f"the rule {rule!r} ends drafts by itself: leave it out")
     return fields.whole("draft_length", 1, MAX_DRAFT)
 

@@ -52,7 +52,7 @@ def test_what_is_not_given_has_openais_defaults() -> None:
         assert (how.temperature, how.top_p, how.top_k, how.min_p) == (1.0, 1.0, 0, 0.0)
         assert (how.max_new_tokens, how.draft_length) == (16, 3)
         assert not any((request.stream, request.usage, request.echo, request.ids, request.as_ids))
-        assert request.score is request.seed is None
+        assert (request.score, request.knobs) == (None, {"temperature": 1.0})
 
 
 def test_a_stop_string_is_one_or_a_few() -> None:
