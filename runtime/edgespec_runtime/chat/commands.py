@@ -5,7 +5,7 @@ Everything else is a message; so is what stands between two lines of three quote
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,9 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.table import many
 from edgespec_runtime.chat import saved
 from edgespec_runtime.chat.session import Chat
-from edgespec_runtime.chat.settings import AUTOMATIC, SETTABLE, choices_of, listed, parted, shown
-from edgespec_runtime.chat.status import tau_of
+from edgespec_runtime.chat.settings import SETTABLE, choices_of, listed, parted, shown
+from edgespec_runtime.chat.status import Tally, tau_of
 from edgespec_runtime.chat.terminal import QUOTES, TEXT_COMMANDS, unquoted
-from edgespec_runtime.chat.view import ComparedReply
 from edgespec_runtime.decoding.loop import rules_for
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL
 from edgespec_runtime.engines.cached_engine import common_length
@@ -35,18 +34,24 @@ class Command:
         argument: what follows, as the help shows it.
         help: what it does, in some words.
         act: does it, given what follows the name.
-        values: what may follow, for completion, given what is already there.
+        more: what may follow, for completion, given what is already there; the words of `argument` where absent.
     """
 
     names: tuple[str, ...]
     argument: str
     help: str
     act: Callable[[Chat, str], None]
-    values: Callable[[str], list[str]] = lambda argument: []
+    more: Callable[[str], Sequence[str]] | None = None
 
     @property
     def usage(self) -> str:
         return f"{self.names[0]} {self.argument}".rstrip()
+
+    def values(self, given: str) -> Sequence[str]:
+        """What may follow."""
+        if self.more is not None:
+            return self.more(given)
+        return [word for word in self.argument.split("|") if word.islower()]  # and not a name such as TEXT
 
 
 def handle(chat: Chat, text: str) -> None:
@@ -94,32 +99,28 @@ def _set(chat: Chat, argument: str) -> None:
 
 
 def _draft(chat: Chat, argument: str) -> None:
-    if argument:
-        if argument not in DRAFTS:
-            raise InputError(f"/draft is {argument!r}{did_you_mean(argument, DRAFTS)}")
-        chat.change(**DRAFTS[argument])
-    _tell_state(chat, argument)
+    if argument and argument not in DRAFTS:
+        raise InputError(f"/draft is {argument!r}{did_you_mean(argument, DRAFTS)}")
+    _who_drafts(chat, **DRAFTS.get(argument, {}))
 
 
 def _gamma(chat: Chat, argument: str) -> None:
-    if argument:
-        chat.change(draft_length=argument)
-    _tell_state(chat, argument)
+    _who_drafts(chat, **({"draft_length": argument} if argument else {}))
 
 
 def _rule(chat: Chat, argument: str) -> None:
     if argument:
-        chat.change(rule=argument)
-        _tell_state(chat, argument)
+        _who_drafts(chat, rule=argument)
     else:
-        chat.view.say(
-            f"rule {chat.options.rule_name}; there are: auto, {', '.join(rules_for(chat.pair.draft))}"
-        )
+        names = ", ".join(rules_for(chat.pair.draft))
+        chat.view.say(f"rule {chat.options.rule_name}; there are: auto, {names}")
 
 
-def _tell_state(chat: Chat, argument: str) -> None:
-    """Who drafts now: asked for by a command without an argument, confirmed otherwise."""
-    (chat.view.note if argument else chat.view.say)(chat.state())
+def _who_drafts(chat: Chat, **knobs: str) -> None:
+    """Who drafts now: confirmed where knobs change it, else asked for."""
+    if knobs:
+        chat.change(**knobs)
+    (chat.view.note if knobs else chat.view.say)(chat.state())
 
 
 def _regenerate(chat: Chat, _: str) -> None:
@@ -180,7 +181,7 @@ def _compare(chat: Chat, text: str) -> None:
     chat.view.say(_verdict(*runs, seeded=options.temperature == 0.0 or options.seed is not None))
 
 
-def _verdict(plain: ComparedReply, speculative: ComparedReply, *, seeded: bool) -> str:
+def _verdict(plain: Tally, speculative: Tally, *, seeded: bool) -> str:
     times = f"{speculative.counts.token_rate / plain.counts.token_rate:.2f}x plain"
     if plain.tokens == speculative.tokens:
         said = f"the same {len(plain.tokens)} tokens"
@@ -274,25 +275,11 @@ COMMANDS = (
         ("/set",), "KNOB VALUE", "change a knob: temperature 0.7; without KNOB list them all", _set, _knobs
     ),
     Command(
-        ("/draft",),
-        "|".join(DRAFTS),
-        "who drafts: the drafter model, nobody, prompt lookup, or both",
-        _draft,
-        lambda argument: [*DRAFTS],
+        ("/draft",), "|".join(DRAFTS), "who drafts: the drafter model, nobody, prompt lookup, or both", _draft
     ),
+    Command(("/gamma",), "N|auto", "draft tokens in a block, or chosen by what they cost", _gamma),
     Command(
-        ("/gamma",),
-        "N|auto",
-        "draft tokens in a block, or chosen by what they cost",
-        _gamma,
-        lambda argument: ["auto"],
-    ),
-    Command(
-        ("/rule",),
-        "NAME",
-        "acceptance rule; without NAME list them",
-        _rule,
-        lambda argument: [*AUTOMATIC[:1], *RULES],
+        ("/rule",), "NAME", "acceptance rule; without NAME list them", _rule, lambda given: ["auto", *RULES]
     ),
     Command(
         ("/compare",), "[TEXT]", "the last message, or TEXT, plain and speculative side by side", _compare

@@ -24,7 +24,7 @@ from edgespec.core.texts import harmless
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
 from edgespec_runtime.chat.terminal import unseen_keys
-from edgespec_runtime.chat.view import ComparedReply, Show, View
+from edgespec_runtime.chat.view import Show, View
 
 FRAMES = 15  # a second
 DRAFTED, OWN, QUIET = "green", "default", "dim"
@@ -80,12 +80,13 @@ class Screen(View):
     @contextmanager
     def working(self, tally: Tally) -> Iterator[Show]:
         with self._live() as live:
-            yield _Frame(self._console, live, tally, False).show
+            frame = _Frame(self._console, live, tally, False)
+            yield lambda text, drafted: frame.show("", drafted)
 
-    def side_by_side(self, runs: list[ComparedReply], colour: bool) -> None:
+    def side_by_side(self, runs: list[Tally], colour: bool) -> None:
         texts = [
             Text.assemble(
-                *((harmless(text), DRAFTED if drafted and colour else OWN) for text, drafted in run.pieces)
+                *((harmless(one.text), DRAFTED if one.accepted and colour else OWN) for one in run.pieces)
             )
             for run in runs
         ]

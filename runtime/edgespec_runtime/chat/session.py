@@ -5,18 +5,18 @@ Draws nothing and reads no keys. Replies stream into a `View`; the KV cache live
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from time import perf_counter
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
 from edgespec_runtime.chat.conversation import Conversation, keeping_system
-from edgespec_runtime.chat.replies import Piece, pieces
+from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.chat.settings import Options, changed, shown
 from edgespec_runtime.chat.status import Tally
 from edgespec_runtime.chat.terminal import interruptible
-from edgespec_runtime.chat.view import ComparedReply, Show, View
+from edgespec_runtime.chat.view import Show, View
 from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.drafters import drafter_of
@@ -84,7 +84,7 @@ class Chat:
 
     def reply(self, text: str) -> None:
         """Answer one message: stream the reply, remember it as far as it came, show its figures."""
-        options, schedule = self._ready(self.options.draft)
+        ready = self._ready(self.options.draft)
         prompt, left_out = self.fitting(self.conversation, text)
         if left_out:
             turns = "turn" if left_out == 1 else f"{left_out} turns"
@@ -92,15 +92,12 @@ class Chat:
                 f"(the context of {self.context} tokens is full: the model no longer reads the oldest {turns})"
             )
         tally = self._tally(prompt)
-        reply: list[int] = []
         with interruptible(self.interactive) as interrupted:
             with self.view.reply(tally, self.options) as show:
-                for piece in self._pieces(prompt, options, schedule, tally, show, interrupted):
-                    reply += piece.tokens
-                    show(piece.text, piece.accepted)
+                self._decode(prompt, *ready, tally, show, interrupted)
             self.last, self.stopped = tally, tally.finish == "stopped"
-            if reply:
-                self.conversation.add(text, prompt, reply)
+            if tally.tokens:
+                self.conversation.add(text, prompt, tally.tokens)
                 self.totals.add(tally.counts)
                 self.replies += 1
                 self._draws += 1
@@ -109,18 +106,13 @@ class Chat:
                 tally.step = self._step = plain_step_seconds(self.pair.target, self.options)
             self.view.status(tally.line())
 
-    def run(self, prompt: list[int], draft: bool, name: str) -> ComparedReply:
+    def run(self, prompt: list[int], draft: bool, title: str) -> Tally:
         """The reply to a prompt that is no turn of the conversation."""
-        options, schedule = self._ready(draft)
-        tally = self._tally(prompt, name)
-        run = ComparedReply(name, counts=tally.counts)
+        ready, tally = self._ready(draft), self._tally(prompt, title)
         with interruptible(self.interactive) as interrupted, self.view.working(tally) as show:
-            for piece in self._pieces(prompt, options, schedule, tally, show, interrupted):
-                show("", piece.accepted)
-                run.pieces.append((piece.text, piece.accepted))
-                run.tokens += piece.tokens
+            self._decode(prompt, *ready, tally, show, interrupted)
         self.stopped = tally.finish == "stopped"
-        return run
+        return tally
 
     def _ready(self, draft: bool) -> tuple[Options, Schedule]:
         """What the next reply is decoded with. Raises InputError for a drafter of another vocabulary."""
@@ -132,7 +124,7 @@ class Chat:
     def _tally(self, prompt: list[int], title: str = "") -> Tally:
         return Tally(self.context, self.options.max_new_tokens, len(prompt), step=self._step, title=title)
 
-    def _pieces(
+    def _decode(
         self,
         prompt: list[int],
         options: Options,
@@ -140,8 +132,8 @@ class Chat:
         tally: Tally,
         show: Show,
         interrupted: Callable[[], bool],
-    ) -> Iterator[Piece]:
-        """The pieces of a reply until it ends or Ctrl-C was pressed; `tally` is true before each.
+    ) -> None:
+        """Show a reply, and note it in `tally`, until it ends or Ctrl-C was pressed.
 
         The prompt is read into both caches piece by piece, so that Ctrl-C does not wait for the end of a long one.
         """
@@ -165,7 +157,8 @@ class Chat:
                 tally.off = self._schedules.why_no_drafts(options) or ""
                 if isinstance(schedule, AdaptiveSchedule):
                     tally.step = schedule.step_seconds()
-                yield piece
+                tally.pieces.append(piece)
+                show(piece.text, piece.accepted)
                 if piece.finish:
                     tally.finish = piece.finish
                 elif interrupted():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from edgespec.core.metrics import RawCounts
 from edgespec.core.table import many
+from edgespec_runtime.chat.replies import Piece
 
 WINDOW = 2.0  # seconds of decoding that the present speed is the mean of: some blocks, so that it can be read
 
@@ -30,6 +31,8 @@ class Tally:
         first_token: seconds until the first text came.
         off: why there are no drafts now; '' where there are.
         finish: stopped, eos, length, context; '' while the reply comes.
+        title: of one of several replies, shown before its figures.
+        pieces: what came of it so far.
     """
 
     context: int
@@ -42,7 +45,12 @@ class Tally:
     off: str = ""
     finish: str = ""
     title: str = ""
+    pieces: list[Piece] = field(default_factory=list)
     _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque([(0.0, 0)]))
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.tokens]
 
     def rate_now(self) -> float:
         """Tokens a second over the last `WINDOW` of decoding; the time that showing them took is not in it."""
@@ -80,6 +88,12 @@ class Tally:
             f"first token after {self.first_token:.2f} s ({self.computed} of {self.prompt} prompt tokens computed)",
             NOTES.get(self.finish, "").format(max_new_tokens=self.max_new_tokens, context=self.context),
         )
+
+    def heading(self) -> str:
+        """Above one of several replies."""
+        counts = self.counts
+        words = f"{self.title}: {counts.total_seconds:.2f} s, {counts.token_rate:.1f} tok/s"
+        return f"{words}, {self._drafts(0.0)[1]}" if counts.drafted else words
 
     def _drafts(self, rate: float) -> tuple[str, str]:
         """(the speed-up at `rate` tokens a second, how many drafted tokens were accepted), '' for what is not known."""

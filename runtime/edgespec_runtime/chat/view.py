@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
-from edgespec.core.metrics import RawCounts
 from edgespec.core.output import is_quiet
 from edgespec.core.texts import harmless
 from edgespec_runtime.chat.settings import Options
@@ -15,26 +13,6 @@ from edgespec_runtime.chat.status import Tally
 
 Show = Callable[[str, bool], None]
 """Takes the next text of a reply, '' for none yet, and whether the drafter wrote it."""
-
-
-@dataclass
-class ComparedReply:
-    """A reply of /compare, plain or speculative."""
-
-    name: str
-    pieces: list[tuple[str, bool]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    counts: RawCounts = field(default_factory=RawCounts)
-
-    @property
-    def text(self) -> str:
-        return "".join(text for text, _ in self.pieces)
-
-    def heading(self) -> str:
-        words = f"{self.name}: {self.counts.total_seconds:.2f} s, {self.counts.token_rate:.1f} tok/s"
-        if self.counts.drafted:
-            words += f", {sum(self.counts.accepted)}/{self.counts.drafted} drafted accepted"
-        return words
 
 
 class View:
@@ -76,11 +54,11 @@ class View:
         """The figures of a reply that is complete."""
         self.note(f"[{line}]")
 
-    def side_by_side(self, runs: list[ComparedReply], colour: bool) -> None:
+    def side_by_side(self, runs: list[Tally], colour: bool) -> None:
         """The same prompt answered in several ways."""
         for run in runs:
             self.say(run.heading())
-            self._write(run.text + "\n")
+            self._write("".join(piece.text for piece in run.pieces) + "\n")
 
     def legend(self) -> None:
         """What the colours mean, where there are some."""

@@ -10,10 +10,10 @@ import pytest
 from chats import new_chat
 from edgespec_runtime.chat import screen as screen_module
 from edgespec_runtime.chat.commands import handle
+from edgespec_runtime.chat.replies import Piece
 from edgespec_runtime.chat.screen import DRAFTED, Rows, Screen
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
-from edgespec_runtime.chat.view import ComparedReply
 from edgespec_runtime.pair.bundle import Pair
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +67,11 @@ def reply(terminal: Terminal, parts: list[tuple[str, bool]], **options: Any) -> 
             tally.counts.add_block(2, int(drafted), 1 + int(drafted))
             tally.counts.total_seconds += 0.1
             show(text, drafted)
+
+
+def compared(title: str, *parts: tuple[str, bool]) -> Tally:
+    """One of two replies side by side."""
+    return Tally(100, 50, title=title, pieces=[Piece(text, (), drafted) for text, drafted in parts])
 
 
 def test_the_drafters_tokens_have_a_colour_and_the_text_is_whole() -> None:
@@ -169,7 +174,7 @@ def test_escape_codes_of_a_model_do_not_reach_the_terminal() -> None:
     reply(terminal, [("a\x1b]0;title\x07b", False), ("\x1b[2J", True)])
     terminal.screen.note("\x1b[2Jnote")
     terminal.screen.side_by_side(
-        [ComparedReply("plain", [("\x1b[2J", False)]), ComparedReply("speculative", [("c\x1bc", True)])], True
+        [compared("plain", ("\x1b[2J", False)), compared("speculative", ("c\x1bc", True))], True
     )
     assert not re.search(r"\x1b\]|\x1b\[2J|\x1bc|\x07", terminal.written)
 
@@ -188,8 +193,8 @@ def test_terminals_of_any_width(pair: Pair, width: int) -> None:
 
 def test_two_replies_side_by_side() -> None:
     runs = [
-        ComparedReply("plain", [("one two", False)]),
-        ComparedReply("speculative", [("one", True), (" two", False)]),
+        compared("plain", ("one two", False)),
+        compared("speculative", ("one", True), (" two", False)),
     ]
     for run in runs:
         run.counts.add_block(0, 0, 1)
