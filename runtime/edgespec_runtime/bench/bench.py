@@ -25,16 +25,18 @@ from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
 from edgespec.core.table import count, duration, many
-from edgespec_runtime.bench.categories import Category, by_category, category_table
 from edgespec_runtime.bench.dialogues import Dialogue, fitting_dialogues
 from edgespec_runtime.bench.plot import plot_bench
 from edgespec_runtime.bench.report import (
     AUTO,
     LEAST_PROMPTS,
     PLAIN,
+    Category,
     Place,
     Run,
     Summary,
+    by_category,
+    category_table,
     compared,
     cost_table,
     fastest_fixed,

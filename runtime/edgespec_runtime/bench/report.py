@@ -1,4 +1,4 @@
-"""What the runs of a bench mean: a summary for each draft length, two tables, a verdict in words. Pure; times nothing.
+"""What the runs of a bench mean: a summary for each draft length and category, tables, a verdict in words. Pure; times nothing.
 
 Costs are in units of one plain target step and come from the raw counts: c_t = a drafter step, v = a pass over γ + 1.
 """
@@ -6,10 +6,10 @@ Costs are in units of one plain target step and come from the raw counts: c_t = 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from edgespec.core.metrics import (
     RawCounts,
@@ -28,6 +28,9 @@ AUTO = -1  # ... of one whose draft lengths were chosen block by block, by the s
 LEAST_PROMPTS = 5  # of fewer the interval is their range: with three it holds the true median 75 times in 100
 GOOD_ACCEPTANCE = 0.8  # what a well-distilled drafter reaches on its own target's replies
 Interval = tuple[float, float, float]  # value, low and high end of the 95 % interval
+ALL = "all"  # the categories together
+_BOTH = ("token_rate", "first_token_seconds")
+_DRAFTED = ("prompts", "draft_length", "block_efficiency", "acceptance_rate", *_BOTH, "speedup", "identical")
 
 
 class Place(NamedTuple):
@@ -236,6 +239,60 @@ def cost_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
     ]
     headers = ("", "τ [95 %]", "α", *(f"MBSU by {name}" for name in names), "c_t", "v(γ+1)")
     return table(headers, rows, markdown=markdown)
+
+
+class Category(NamedTuple):
+    """The questions of one category; intervals are over questions. `turns`: of all of them, each decoded on its own."""
+
+    name: str
+    turns: int
+    plain: Summary
+    drafted: Summary
+
+    def as_json(self) -> dict[str, Any]:
+        """Figures as in `Summary`; `block_efficiency` is Spec-Bench's mean accepted tokens."""
+        drafted = {name: getattr(self.drafted, name) for name in _DRAFTED}
+        plain = {f"plain_{name}": getattr(self.plain, name) for name in _BOTH}
+        return {"category": self.name, "turns": self.turns, **drafted, **plain}
+
+
+def by_category(runs: Sequence[Run], category_of: Mapping[int, str], draft_length: int) -> list[Category]:
+    """A row for each category in the order in which they were run, and one for all where there are several.
+
+    `category_of`: by index of the prompt. `draft_length`: the one that is held against plain decoding.
+    """
+    wanted = [run for run in runs if run.draft_length in (PLAIN, draft_length)]
+    grouped: dict[str, list[Run]] = {}
+    for run in wanted:
+        grouped.setdefault(category_of[run.prompt], []).append(run)
+    every = [(ALL, wanted)] if len(grouped) > 1 else []
+    return [
+        Category(name, len({(run.prompt, run.turn) for run in group}), *summarise(group, {}))
+        for name, group in [*grouped.items(), *every]
+    ]
+
+
+def category_table(rows: Sequence[Category], *, markdown: bool = False) -> str:
+    """One line a category; τ is Spec-Bench's mean accepted tokens. Of few questions no interval is shown: it is too narrow."""
+
+    def within(row: Category, found: Interval) -> str:
+        return interval(*found) if row.drafted.prompts >= LEAST_PROMPTS else f"{found[0]:.2f}"
+
+    cells = [
+        (
+            row.name,
+            row.drafted.prompts,
+            within(row, row.drafted.block_efficiency),
+            shown(row.drafted.acceptance_rate, 3),
+            f"{row.plain.token_rate[0]:.1f}",
+            f"{row.drafted.token_rate[0]:.1f}",
+            within(row, row.drafted.speedup),
+            f"{1e3 * row.drafted.first_token_seconds:.1f}",
+        )
+        for row in rows
+    ]
+    headers = ("", "prompts", "τ [95 %]", "α", "plain tok/s", "tok/s", "x plain [95 %]", "first token ms")
+    return table(headers, cells, markdown=markdown)
 
 
 def _fixed(summaries: Sequence[Summary]) -> list[Summary]:

@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 from edgespec_runtime.bench import bench
 from edgespec_runtime.bench.bench import LEAST_PROMPTS, Options, Questions, measure, questions_for, runs_of
-from edgespec_runtime.bench.categories import ALL, by_category, category_table
 from edgespec_runtime.bench.dialogues import Dialogue
-from edgespec_runtime.bench.report import AUTO, PLAIN, Run, compared, shortfalls, summarise
+from edgespec_runtime.bench.report import (
+    ALL,
+    AUTO,
+    PLAIN,
+    Run,
+    by_category,
+    category_table,
+    compared,
+    shortfalls,
+    summarise,
+)
 from edgespec_runtime.bench.suite import Question
 from edgespec_runtime.pair.bundle import Pair
 
