@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
 from edgespec_runtime.chat.replies import STOP, Piece, pieces
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import check_prompt, rules_for
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.pair.bundle import Pair
-from edgespec_runtime.serving.counts import Reply, Sums
 from edgespec_runtime.serving.line import Watch
+from edgespec_runtime.serving.metrics import Sums
 from edgespec_runtime.serving.request import (
     AUTO,
     Fields,
@@ -54,21 +55,53 @@ class Work:
     run: Callable[[Watch], Iterator[Json]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Asked:
-    """A request that was checked.
+    """A request that was checked, and the account of its reply.
 
     Attributes:
         head: the answer's id and kind, when it was made, the model, and the seed of its sampling: None where it is greedy.
         raw: whether it is a completion, whose reply goes on with the prompt's text, rather than a chat.
+        computed: prompt tokens that the target computed; others were in its cache, and the last one is read with the first block.
+        tokens: tokens of the reply so far. `counts` have more where a stop string ended it within a block.
     """
 
     request: Request
     prompt: list[int]
     how: DecodingOptions
     head: Json
-    reply: Reply
     raw: bool
+    computed: int = 0
+    tokens: int = 0
+    counts: RawCounts = field(default_factory=RawCounts)
+
+    def usage(self, off: str | None) -> Json:
+        """OpenAI's usage; `speculation` is ours: raw counts by position in the draft, seconds, and `off`.
+
+        off: why no drafts are made now, None where some are.
+        """
+        counts, prompt = self.counts, len(self.prompt)
+        seconds = {
+            "prompt": counts.prefill_seconds,
+            "draft": counts.draft_seconds,
+            "verify": counts.verify_seconds,
+            "rest": counts.loop_seconds,
+        }
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.tokens,
+            "total_tokens": prompt + self.tokens,
+            "prompt_tokens_details": {"cached_tokens": max(0, prompt - 1 - self.computed)},
+            "speculation": {
+                "drafted": counts.drafted,
+                "accepted": sum(counts.accepted),
+                "blocks": counts.blocks,
+                "tested_by_position": list(counts.tested),
+                "accepted_by_position": list(counts.accepted),
+                "seconds": {name: round(max(0.0, value), 6) for name, value in seconds.items()},
+                "off": off,
+            },
+        }
 
 
 class Service:
@@ -163,25 +196,25 @@ class Service:
             "model": self.name,
         }
         head |= {"object": kind, "seed": how.seed}
-        return _Asked(request, prompt, how, head, Reply(len(prompt)), raw)
+        return _Asked(request, prompt, how, head, raw)
 
     @contextmanager
     def _turn(self, asked: _Asked, watch: Watch) -> Iterator[Generator[Piece, None, None]]:
         """Both models for one request, and the pieces of its reply."""
-        target, reply = self.pair.target, asked.reply
+        target = self.pair.target
         try:
             # Before the client is watched: costs are measured once, and one client that leaves must not undo it for the next.
             schedule = self.schedules.of(asked.how)
             for model in self.pair.models:
                 model.before_pass = watch
             start = perf_counter()
-            reply.computed = target.prefill(asked.prompt[:-1])
-            reply.counts.prefill_seconds = perf_counter() - start
+            asked.computed = target.prefill(asked.prompt[:-1])
+            asked.counts.prefill_seconds = perf_counter() - start
             said = pieces(
                 self.pair,
                 asked.prompt,
                 asked.how,
-                reply.counts,
+                asked.counts,
                 schedule,
                 raw=asked.raw,
                 stops=asked.request.stops,
@@ -191,13 +224,13 @@ class Service:
         finally:
             for model in self.pair.models:
                 model.before_pass = None
-            self.sums.replied(reply)
+            self.sums.replied(asked.counts, asked.computed)
 
     def _answer(self, asked: _Asked, *choices: Json, usage: bool) -> Json:
         """The answer or a piece of it."""
         made = {**asked.head, "choices": list(choices)}
         if usage:
-            made["usage"] = asked.reply.usage(self.schedules.why_no_drafts(asked.how))
+            made["usage"] = asked.usage(self.schedules.why_no_drafts(asked.how))
         return made
 
     def _whole(self, asked: _Asked, watch: Watch) -> Iterator[Json]:
@@ -205,7 +238,7 @@ class Service:
         with self._turn(asked, watch) as said:
             for piece in said:
                 reply += piece.tokens
-                asked.reply.tokens = len(reply)
+                asked.tokens = len(reply)
                 text += piece.text
                 finish = piece.finish
             if request.score is not None:
@@ -240,7 +273,7 @@ class Service:
                     yield part({"delta": {"role": "assistant", "content": ""}})
                     opened = True
                 tokens += len(piece.tokens)
-                asked.reply.tokens += len(piece.tokens)
+                asked.tokens += len(piece.tokens)
                 if piece.text or piece.finish:
                     words: Json = {"text": piece.text} if asked.raw else {"delta": {"content": piece.text}}
                     words["speculation"] = {"accepted": piece.accepted, "tokens": tokens}

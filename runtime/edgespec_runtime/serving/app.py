@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from time import perf_counter
@@ -227,23 +227,18 @@ def application(service: Service, line: Line, access: Access) -> Starlette:
     """Everything behind one address."""
     answers, metrics, page = _Answers(service, line), Metrics(service.sums, line), front_page()
 
-    async def health(request: Request) -> Response:
-        return JsonAnswer({"status": "ok"})
+    gets: dict[str, Callable[[], Response]] = {
+        "/": lambda: page,
+        "/health": lambda: JsonAnswer({"status": "ok"}),
+        "/metrics": lambda: Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE}),
+        "/v1/models": lambda: JsonAnswer(service.models()),
+    }
 
-    async def numbers(request: Request) -> Response:
-        return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
-
-    async def front(request: Request) -> Response:
-        return page
-
-    async def models(request: Request) -> Response:
-        return JsonAnswer(service.models())
+    async def get(answer: Callable[[], Response], request: Request) -> Response:
+        return answer()
 
     routes = [
-        Route("/", front),
-        Route("/health", health),
-        Route("/metrics", numbers),
-        Route("/v1/models", models),
+        *(Route(path, partial(get, answer)) for path, answer in gets.items()),
         *(Route(path, partial(answers.post, path), methods=["POST"]) for path in POSTS),
     ]
     cors = Middleware(

@@ -1,20 +1,70 @@
-"""A server's sums in Prometheus' text form. What llama.cpp's server has too is called as there, so that its dashboards work."""
+"""What the replies of a server came to, and its page in Prometheus' text form. What llama.cpp's server has too is called as
+there, so that its dashboards work.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from edgespec_runtime.serving.counts import Sums
+from edgespec.core.metrics import RawCounts
 from edgespec_runtime.serving.line import Line
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SPECULATION = (
     "llamacpp:spec_decode_num"  # vLLM has the same names behind its own prefix, and counts positions from 0
 )
+
+
+@dataclass
+class Sums:
+    """All replies and requests since the start. Threads may add and read at once.
+
+    Attributes:
+        counts: raw counts of all replies.
+        computed: prompt tokens that were computed, as in llama.cpp without those from the cache.
+        requests: by (path, status); a client that left has the status 'left'.
+        waits, answers: number and seconds: waiting in line, whole requests.
+    """
+
+    counts: RawCounts = field(default_factory=RawCounts)
+    computed: int = 0
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)
+    waits: tuple[int, float] = (0, 0.0)
+    answers: tuple[int, float] = (0, 0.0)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def replied(self, counts: RawCounts, computed: int) -> None:
+        with self._lock:
+            self.counts.add(counts)
+            self.computed += computed
+
+    def answered(self, path: str, status: str, seconds: float) -> None:
+        with self._lock:
+            self.requests[path, status] += 1
+            self.answers = (self.answers[0] + 1, self.answers[1] + seconds)
+
+    def waited(self, seconds: float) -> None:
+        with self._lock:
+            self.waits = (self.waits[0] + 1, self.waits[1] + seconds)
+
+    @property
+    def seconds_a_reply(self) -> float:
+        """Mean seconds of a reply's work, 0 before the first one."""
+        counts = self.counts
+        return (counts.prefill_seconds + counts.total_seconds) / self.waits[0] if self.waits[0] else 0.0
+
+    def read(self) -> Sums:
+        """A copy that nobody changes."""
+        with self._lock:
+            return replace(self, counts=deepcopy(self.counts), requests=self.requests.copy())
 
 
 class Metrics(Collector):
