@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -42,21 +41,8 @@ REASONS = {"eos": "stop", STOP: "stop", "length": "length", "context": "length"}
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Work:
-    """A request that was read and can be answered.
-
-    Attributes:
-        stream: whether the answer is sent in pieces.
-        run: makes the pieces, or the one answer, in the line's thread. What its argument raises ends it before the next pass.
-    """
-
-    stream: bool
-    run: Callable[[Watch], Iterator[Json]]
-
-
 @dataclass
-class _Asked:
+class Asked:
     """A request that was checked, and the account of its reply.
 
     Attributes:
@@ -139,7 +125,7 @@ class Service:
         ids = self.pair.tokenizer.encode(text, bos=fields.flag("add_special_tokens", usual=True))
         return {"tokens": ids, "count": len(ids), "max_model_len": self.context_length}
 
-    def complete(self, body: Json) -> Work:
+    def complete(self, body: Json) -> Asked:
         """Raises InputError or Refused for a request that cannot be answered."""
         request = read_completion(body, self.name)
         prompt = read_prompt(body, self.pair.target.engine.vocab_size)
@@ -151,18 +137,18 @@ class Service:
         if scored > MAX_SCORES:
             words = f"logprobs is {request.score}, which makes {scored} of them; at most {MAX_SCORES} are given: ask for fewer"
             raise Refused(400, words, "logprobs")
-        return self._work(asked)
+        return asked
 
-    def chat(self, body: Json) -> Work:
+    def chat(self, body: Json) -> Asked:
         """Raises InputError or Refused for a request that cannot be answered."""
         request = read_chat(body, self.name)
         messages = read_messages(body)
         self._check_size("messages", *(message["content"] for message in messages))
-        return self._work(self._asked(request, self.pair.tokenizer.encode_chat(messages), raw=False))
+        return self._asked(request, self.pair.tokenizer.encode_chat(messages), raw=False)
 
-    def _work(self, asked: _Asked) -> Work:
-        stream = asked.request.stream
-        return Work(stream, partial(self._parts if stream else self._whole, asked))
+    def answers(self, asked: Asked, watch: Watch) -> Iterator[Json]:
+        """The pieces of the answer, or the one answer, in the line's thread. What `watch` raises ends it before the next pass."""
+        return self._parts(asked, watch) if asked.request.stream else self._whole(asked, watch)
 
     def _check_size(self, field: str, *texts: str) -> None:
         """Refuse a text far beyond the context by its beginning: nothing else of this process runs while it is encoded."""
@@ -171,7 +157,7 @@ class Service:
             words = f"{field} has more than {tokens} tokens and the context holds {context}; shorten it"
             raise Refused(400, words, field, "context_length_exceeded")
 
-    def _asked(self, request: Request, prompt: list[int], *, raw: bool) -> _Asked:
+    def _asked(self, request: Request, prompt: list[int], *, raw: bool) -> Asked:
         """`raw`: a completion, not a chat. Raises InputError or Refused for a prompt that cannot be answered."""
         prefix, field, kind = ("chatcmpl", "messages", "chat.completion")
         if raw:
@@ -196,10 +182,10 @@ class Service:
             "model": self.name,
         }
         head |= {"object": kind, "seed": how.seed}
-        return _Asked(request, prompt, how, head, raw)
+        return Asked(request, prompt, how, head, raw)
 
     @contextmanager
-    def _turn(self, asked: _Asked, watch: Watch) -> Iterator[Generator[Piece, None, None]]:
+    def _turn(self, asked: Asked, watch: Watch) -> Iterator[Generator[Piece, None, None]]:
         """Both models for one request, and the pieces of its reply."""
         target = self.pair.target
         try:
@@ -226,14 +212,14 @@ class Service:
                 model.before_pass = None
             self.sums.replied(asked.counts, asked.computed)
 
-    def _answer(self, asked: _Asked, *choices: Json, usage: bool) -> Json:
+    def _answer(self, asked: Asked, *choices: Json, usage: bool) -> Json:
         """The answer or a piece of it."""
         made = {**asked.head, "choices": list(choices)}
         if usage:
             made["usage"] = asked.usage(self.schedules.why_no_drafts(asked.how))
         return made
 
-    def _whole(self, asked: _Asked, watch: Watch) -> Iterator[Json]:
+    def _whole(self, asked: Asked, watch: Watch) -> Iterator[Json]:
         request, reply, text, finish, scores = asked.request, list[int](), "", "", None
         with self._turn(asked, watch) as said:
             for piece in said:
@@ -256,7 +242,7 @@ class Service:
             choice |= {"token_ids": reply, "prompt_token_ids": asked.prompt}
         yield self._answer(asked, choice, usage=True)
 
-    def _parts(self, asked: _Asked, watch: Watch) -> Iterator[Json]:
+    def _parts(self, asked: Asked, watch: Watch) -> Iterator[Json]:
         """The pieces of a streamed reply. A chat's first one says who speaks, and comes with the first block.
 
         `speculation` of a piece is ours: whether its text is the drafter's, and of how many tokens it is.
@@ -315,7 +301,7 @@ class Service:
         return f"token_id:{token}" if as_id else self.pair.tokenizer.decode([token])
 
 
-POSTS: dict[str, Callable[[Service, Json], Work | Json]] = {
+POSTS: dict[str, Callable[[Service, Json], Asked | Json]] = {
     "/v1/completions": Service.complete,
     "/v1/chat/completions": Service.chat,
     "/tokenize": Service.tokenize,

@@ -28,7 +28,7 @@ from edgespec.core.errors import EdgespecError
 from edgespec.core.files import parse_json
 from edgespec.core.texts import check_json
 from edgespec_runtime.serving.access import Access, Guard
-from edgespec_runtime.serving.api import POSTS, Json, Service, Work
+from edgespec_runtime.serving.api import POSTS, Asked, Json, Service
 from edgespec_runtime.serving.errors import HANDLERS, LEFT, JsonAnswer, error_of, refused_by
 from edgespec_runtime.serving.line import ClientLeft, Closed, Full, Job, Line, Watch
 from edgespec_runtime.serving.metrics import CONTENT_TYPE, Metrics
@@ -109,7 +109,7 @@ class _Answers:
                 asked = self._read(path, data)
             else:
                 asked = await asyncio.to_thread(self._read, path, data)
-        return await self._reply(request, asked) if isinstance(asked, Work) else JsonAnswer(asked)
+        return await self._reply(request, asked) if isinstance(asked, Asked) else JsonAnswer(asked)
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
@@ -137,7 +137,7 @@ class _Answers:
         finally:
             self._reading -= len(data)
 
-    def _read(self, path: str, data: bytearray) -> Work | Json:
+    def _read(self, path: str, data: bytearray) -> Asked | Json:
         """What is asked. A long prompt takes long: seconds for a megabyte."""
         opened = data.count(b"{") + data.count(b"[")
         if opened > MAX_BRACKETS:
@@ -160,22 +160,22 @@ class _Answers:
         seconds = min(LONGEST_RETRY, max(1, math.ceil(self._service.sums.seconds_a_reply)))
         return Refused(503, f"{words}; try again in {seconds} s", retry_after=seconds)
 
-    async def _reply(self, request: Request, asked: Work) -> Response:
+    async def _reply(self, request: Request, asked: Asked) -> Response:
         self._check_line()
         sums, start = self._service.sums, perf_counter()
 
         def work(watch: Watch) -> Iterator[Json]:
             sums.waited(perf_counter() - start)
-            yield from asked.run(watch)
+            yield from self._service.answers(asked, watch)
 
         job = self._line.submit(work)
         gone = asyncio.create_task(self._leave_with(request.receive, job))
         stays = False
         try:
-            first = await _within(SECONDS_UNTIL_STREAM if asked.stream else None, job)
+            first = await _within(SECONDS_UNTIL_STREAM if asked.request.stream else None, job)
             if first == []:  # it was dropped
                 raise ClientLeft
-            if first is not None and not asked.stream:
+            if first is not None and not asked.request.stream:
                 return JsonAnswer(first[0])
             stays = True
             return _Stream(self._line, job, _events(job, first))

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from edgespec.core.errors import InputError
 from edgespec_runtime.decoding.options import DecodingOptions, plain
@@ -29,6 +29,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 PARTS = "\n"  # between the text parts of one message, as in vLLM and llama-server
 AUTO = "auto"  # a draft length chosen block by block
 MAX_RULE = 200  # characters: the longest name with its parameters has 40
+T = TypeVar("T")
 _SHOWN = 80  # characters of a value in an error
 
 # Fields that would change the answer and are not supported: the values that ask for nothing.
@@ -185,6 +186,13 @@ class Fields:
             raise self.wrong(name, f"a number from {bounds['at_least']:g} to {bounds['at_most']:g} is wanted")
         return float(value)
 
+    def read_by(self, name: str, reader: Callable[[Any], T]) -> T:
+        """What a reader that raises InputError makes of it."""
+        try:
+            return reader(self.get(name))
+        except InputError as error:
+            raise self.wrong(name, str(error)) from error
+
     def refuse(self, neutral: Mapping[str, tuple[Any, ...]], why: str) -> None:
         """Raise Refused for the first field that is there with another value than its neutral ones."""
         for name, values in neutral.items():
@@ -292,7 +300,7 @@ def _request(fields: Fields, **more: Any) -> Request:
     return Request(
         knobs=knobs,
         max_tokens=_max_tokens(fields),
-        stops=_stops(fields),
+        stops=() if fields.get("stop") is None else fields.read_by("stop", stops_of),
         stream=fields.flag("stream"),
         usage=options.flag("include_usage"),
         running_usage=options.flag("continuous_usage_stats"),
@@ -321,20 +329,8 @@ def _rule(fields: Fields) -> str | None:
     rule = fields.text("rule")
     if len(rule) > MAX_RULE:
         raise fields.wrong("rule", f"a text of at most {MAX_RULE} characters is wanted")
-    try:
-        rule_of(rule)
-    except InputError as error:
-        raise fields.wrong("rule", str(error)) from error
+    fields.read_by("rule", rule_of)
     return rule
-
-
-def _stops(fields: Fields) -> tuple[str, ...]:
-    if fields.get("stop") is None:
-        return ()
-    try:
-        return stops_of(fields.get("stop"))
-    except InputError as error:
-        raise fields.wrong("stop", str(error)) from error
 
 
 def _max_tokens(fields: Fields) -> int | None:

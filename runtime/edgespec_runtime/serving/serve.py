@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,7 @@ def run(given: dict[str, Any]) -> int:
             "the API key has a character that a header cannot carry; give printable ASCII without spaces"
         )
     listener = Listener(options.host, options.port)
-    pair = open_pair(Path(options.bundle), options, options.draft, manifest)
-    try:
+    with closing(open_pair(Path(options.bundle), options, options.draft, manifest)) as pair:
         service = Service(pair, options.name or pair.manifest.target.name, options.draft_length)
         access = Access(listener.is_local, key, options.cors)
         server = Server(listener, service, options.waiting, access)
@@ -91,5 +91,3 @@ def run(given: dict[str, Any]) -> int:
             note(caution)
         server.serve_forever()
         return 0
-    finally:
-        pair.close()
