@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,19 @@ from edgespec_runtime.chat.commands import handle
 from edgespec_runtime.chat.saved import LastChat, state_folder
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import Options
-from edgespec_runtime.chat.terminal import Pipe, Source
+from edgespec_runtime.chat.terminal import Read, piped
 from edgespec_runtime.chat.view import View
 from edgespec_runtime.decoding.options import MODEL
 from edgespec_runtime.pair.bundle import open_pair
 from edgespec_runtime.pair.device_defaults import named_manifest, with_device_defaults
 
 
-def talk(chat: Chat, source: Source) -> int:
+def talk(chat: Chat, read: Read) -> int:
     """Read and answer until the input ends. Returns the exit code: in a pipe 2 where something could not be answered."""
     failed = asked_to_leave = False
     while not chat.leaving:
         try:
-            text = source.read(chat.prefill or "")
+            text = read(chat.prefill or "")
         except InputError as error:
             failed = True
             chat.view.say(str(error))
@@ -62,14 +63,6 @@ def _view() -> View:
     from edgespec_runtime.chat.screen import Screen
 
     return Screen(Console(markup=False, highlight=False, emoji=False))
-
-
-def _source(interactive: bool, folder: Path | None) -> Source:
-    if not interactive:
-        return Pipe()
-    from edgespec_runtime.chat.keyboard import Keyboard
-
-    return Keyboard(None if folder is None else folder / "history.jsonl")
 
 
 def _remember(chat: Chat) -> Path | None:
@@ -112,17 +105,19 @@ def run(given: dict[str, Any]) -> int:
     manifest = named_manifest(given)
     options = from_mapping(Options, with_device_defaults(given, manifest))
     interactive = sys.stdin.isatty()
-    pair = open_pair(Path(options.bundle), options, options.draft and options.needs_model, manifest)
-    try:
+    with_draft = options.draft and options.needs_model
+    with closing(open_pair(Path(options.bundle), options, with_draft, manifest)) as pair:
         chat = Chat(pair, options, interactive, _view())
         folder = _remember(chat)
         if interactive:
             _greet(chat)
         if caution := pair.measured_exactness().caution():
             chat.view.note(caution)
-        return talk(chat, _source(interactive, folder))
-    finally:
-        pair.close()
+        if not interactive:
+            return talk(chat, piped)
+        from edgespec_runtime.chat.keyboard import Keyboard
+
+        return talk(chat, Keyboard(None if folder is None else folder / "history.jsonl").read)
 
 
 def _greet(chat: Chat) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,7 @@ def run(given: dict[str, Any]) -> int:
     if options.raw and options.system:
         raise InputError("--raw takes only the text, and --system is for a chat; leave one of them out")
     decoding = options if options.draft else plain(options)
-    pair = open_pair(Path(options.bundle), options, decoding.needs_model, manifest)
-    try:
+    with closing(open_pair(Path(options.bundle), options, decoding.needs_model, manifest)) as pair:
         prompt = encode_prompt(pair, text, options.system, options.raw)
         if not options.raw:
             decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
@@ -108,5 +108,3 @@ def run(given: dict[str, Any]) -> int:
         }
         write_result(options.json, report)
         return 0
-    finally:
-        pair.close()

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol
 
 from edgespec.core.errors import InputError
 
@@ -46,58 +45,53 @@ def unquoted(text: str) -> str:
     return text[len(QUOTES) : -len(QUOTES)].removeprefix("\n").removesuffix("\n")
 
 
-class Source(Protocol):
-    def read(self, prefill: str = "") -> str | None:
-        """The next message or command, None at the end of the input. `prefill`: what is there to be edited.
+Read = Callable[[str], str | None]
+"""The next message or command, None at the end of the input, given what is there to be edited.
 
-        Raises InputError for input that is no text; what follows it can be read. KeyboardInterrupt: Ctrl-C at an empty prompt.
-        """
+Raises InputError for input that is no text; what follows it can be read. KeyboardInterrupt: Ctrl-C at an empty prompt.
+"""
 
 
-class Pipe:
-    """Lines of standard input, one message each; between two lines of three quotes, several lines are one.
+def piped(prefill: str = "") -> str | None:
+    """A `Read` of standard input: a line is a message; between two lines of three quotes, several lines are one.
 
     A message with a line that is refused is read to its end first: what follows is none of it.
     """
+    text, wrong = _line()
+    if text is not None and is_open(text):
+        lines, size, ended = [text], len(text), False
+        while not ended:
+            line, error = _line()
+            if line is None:
+                raise wrong or InputError(
+                    f'{_LINE} opens a message with """ that does not end; close it with """'
+                )
+            size += len(line)
+            if size > MAX_MESSAGE:
+                error = error or InputError(f"a message exceeds {MAX_MESSAGE} bytes; shorten it")
+            wrong = wrong or error
+            if wrong is None:
+                lines.append(line)
+            ended = line.rstrip().endswith(QUOTES)
+        text = "\n".join(lines)
+    if wrong is not None:
+        raise wrong
+    return text
 
-    def read(self, prefill: str = "") -> str | None:
-        text, wrong = self._line()
-        if text is not None and is_open(text):
-            lines, size, ended = [text], len(text), False
-            while not ended:
-                line, error = self._line()
-                if line is None:
-                    raise wrong or InputError(
-                        f'{_LINE} opens a message with """ that does not end; close it with """'
-                    )
-                size += len(line)
-                if size > MAX_MESSAGE:
-                    error = error or InputError(f"a message exceeds {MAX_MESSAGE} bytes; shorten it")
-                wrong = wrong or error
-                if wrong is None:
-                    lines.append(line)
-                ended = line.rstrip().endswith(QUOTES)
-            text = "\n".join(lines)
-        if wrong is not None:
-            raise wrong
-        return text
 
-    @staticmethod
-    def _line() -> tuple[str | None, InputError | None]:
-        """The next line, None at the end of the input; and why it is refused: then only the ends of its text are true."""
-        line = data = sys.stdin.buffer.readline(MAX_MESSAGE + 1)
-        if not data:
-            return None, None
-        if len(data) <= MAX_MESSAGE:
-            try:
-                return typed(data, _LINE).rstrip("\r\n"), None
-            except InputError as error:
-                return data.decode("utf-8-sig", "replace"), error
-        while not data.endswith(b"\n") and (data := sys.stdin.buffer.readline(MAX_MESSAGE)):
-            line = line[:_END] + (line + data)[-_END:]
-        return line.decode("utf-8-sig", "replace"), InputError(
-            f"{_LINE} exceeds {MAX_MESSAGE} bytes; shorten it"
-        )
+def _line() -> tuple[str | None, InputError | None]:
+    """The next line, None at the end of the input; and why it is refused: then only the ends of its text are true."""
+    line = data = sys.stdin.buffer.readline(MAX_MESSAGE + 1)
+    if not data:
+        return None, None
+    if len(data) <= MAX_MESSAGE:
+        try:
+            return typed(data, _LINE).rstrip("\r\n"), None
+        except InputError as error:
+            return data.decode("utf-8-sig", "replace"), error
+    while not data.endswith(b"\n") and (data := sys.stdin.buffer.readline(MAX_MESSAGE)):
+        line = line[:_END] + (line + data)[-_END:]
+    return line.decode("utf-8-sig", "replace"), InputError(f"{_LINE} exceeds {MAX_MESSAGE} bytes; shorten it")
 
 
 @contextmanager

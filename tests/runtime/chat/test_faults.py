@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from chats import new_chat, piped
 from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_runtime.chat import terminal
 from edgespec_runtime.chat.chat import talk
 from edgespec_runtime.chat.commands import handle
 from edgespec_runtime.chat.session import Chat
-from edgespec_runtime.chat.terminal import Pipe, Source
+from edgespec_runtime.chat.terminal import Read
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, SHIFT, DecodingOptions, plain
 from edgespec_runtime.engines.cached_engine import CachedEngine
@@ -143,13 +144,13 @@ def test_a_failure_where_contexts_shift_leaves_valid_caches(who: str, call: int)
 
 
 @pytest.fixture
-def lines_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Source]:
+def lines_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Read]:
     """Standard input of these lines, as from a pipe."""
 
-    def make(texts: list[str]) -> Source:
+    def make(texts: list[str]) -> Read:
         data = io.BytesIO("\n".join(texts).encode())
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(data))
-        return Pipe()
+        return terminal.piped
 
     return make
 
@@ -160,7 +161,7 @@ def test_a_chat_goes_on_after_an_engine_failed(
     pair: Pair,
     role: str,
     call: int,
-    lines_of: Callable[[list[str]], Source],
+    lines_of: Callable[[list[str]], Read],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The turn that failed is not part of the conversation; the next message is answered as if it had not been asked."""

@@ -14,7 +14,7 @@ from edgespec_runtime.chat import keyboard as keyboard_module
 from edgespec_runtime.chat import terminal
 from edgespec_runtime.chat.commands import COMMANDS
 from edgespec_runtime.chat.keyboard import ChatHistory, Commands, Keyboard
-from edgespec_runtime.chat.terminal import Pipe
+from edgespec_runtime.chat.terminal import Read
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.input import PipeInput, create_pipe_input
@@ -164,17 +164,17 @@ def test_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # From a pipe
 
 
-def piped(data: bytes, monkeypatch: pytest.MonkeyPatch) -> Pipe:
+def piped(data: bytes, monkeypatch: pytest.MonkeyPatch) -> Read:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
-    return Pipe()
+    return terminal.piped
 
 
 def test_lines_of_a_pipe_are_messages_and_quotes_hold_several(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = piped(b'\xef\xbb\xbfone\r\n\n"""\ntwo\n\nthree\n"""\n"""four"""\n"""\nopen', monkeypatch)
-    assert [pipe.read() for _ in range(4)] == ["one", "", '"""\ntwo\n\nthree\n"""', '"""four"""']
+    assert [pipe("") for _ in range(4)] == ["one", "", '"""\ntwo\n\nthree\n"""', '"""four"""']
     with pytest.raises(InputError, match=r'opens a message with """ that does not end'):
-        pipe.read()
-    assert pipe.read() is None
+        pipe("")
+    assert pipe("") is None
 
 
 @pytest.mark.parametrize("command", ["/system", "/edit ", "/compare"])
@@ -183,18 +183,18 @@ def test_quotes_behind_a_command_hold_several_lines_of_a_pipe(
 ) -> None:
     text = f'{command} """You are a pirate.\nSay arr."""'
     pipe = piped(f'{text}\n{command}\n{command} """one"""\n/load """\nnext'.encode(), monkeypatch)
-    assert [pipe.read() for _ in range(5)] == [text, command, f'{command} """one"""', '/load """', "next"]
+    assert [pipe("") for _ in range(5)] == [text, command, f'{command} """one"""', '/load """', "next"]
 
 
 def test_a_line_or_a_message_beyond_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "MAX_MESSAGE", 20)
     pipe = piped(b"x" * 70 + b"\nnext\n" + b'"""\n' + b"12345678\n" * 3 + b"last\n", monkeypatch)
     with pytest.raises(InputError, match="a line of standard input exceeds 20 bytes"):
-        pipe.read()
-    assert pipe.read() == "next"
+        pipe("")
+    assert pipe("") == "next"
     with pytest.raises(InputError, match="a message exceeds 20 bytes"):
-        pipe.read()
-    assert pipe.read() is None
+        pipe("")
+    assert pipe("") is None
 
 
 @pytest.mark.parametrize(
@@ -217,5 +217,5 @@ def test_a_message_that_is_refused_ends_where_its_quotes_do(
     monkeypatch.setattr(terminal, "MAX_MESSAGE", 20)
     pipe = piped(message + b"\nSecond?\nThird?\n", monkeypatch)
     with pytest.raises(InputError, match=words):
-        pipe.read()
-    assert [pipe.read() for _ in range(3)] == ["Second?", "Third?", None]
+        pipe("")
+    assert [pipe("") for _ in range(3)] == ["Second?", "Third?", None]

@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_not_to_talk(
             return True
 
     monkeypatch.setattr("sys.stdin", Keys(io.BytesIO()))
-    monkeypatch.setattr(chat, "_source", lambda interactive, folder: Once())
+    monkeypatch.setattr("edgespec_runtime.chat.keyboard.Keyboard", lambda history: Once())
 
     class Once:
         texts = iter(["Hello"])
