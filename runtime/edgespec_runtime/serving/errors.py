@@ -46,28 +46,18 @@ def refused_by(error: Exception) -> Refused:
     return Refused(500, "the server made a mistake; its standard error says more")
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    return refusal(refused_by(error))
-
-
-async def _on_left(request: Request, error: Exception) -> Response:
-    request.scope[LEFT] = True
-    return Response(status_code=400)  # nobody reads it
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientLeft | ClientDisconnect):
+        request.scope[LEFT] = True
+        return Response(status_code=400)  # nobody reads it
+    if not isinstance(error, HTTPException):
+        return refusal(refused_by(error))
     words = f"there is no {request.method[:20]} {request.scope['path'][:200]}"
     answer = refusal(Refused(error.status_code, words))
     answer.headers.update(error.headers or {})
     return answer
 
 
-HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
-    Refused: _on_error,
-    EdgespecError: _on_error,
-    ClientLeft: _on_left,
-    ClientDisconnect: _on_left,
-    HTTPException: _on_http,
-    Exception: _on_error,
-}
+HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
+    (Refused, EdgespecError, ClientLeft, ClientDisconnect, HTTPException, Exception), _answer
+)

@@ -30,6 +30,12 @@ SECONDS_TO_END = 5  # for what is being sent when the server is stopped
 class Listener:
     """A socket that listens; open from the start, so that a port in use is known before a model is loaded.
 
+    Attributes:
+        address: host and port.
+        is_local: whether nobody but this machine can reach it.
+        is_everywhere: whether it listens on every address of this machine.
+        url: as this machine's browser opens it.
+
     Raises InputError where it cannot listen there.
     """
 
@@ -48,6 +54,10 @@ class Listener:
             raise InputError(
                 f"cannot listen on {host} port {port}: {reason}; give another --port or --host"
             ) from error
+        host, port = self.address = self.socket.getsockname()[:2]
+        self.is_local, self.is_everywhere = is_local(host), ip_address(host).is_unspecified
+        name = "localhost" if self.is_everywhere else f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{port}"
 
     def _listen(self, family: int, address: Any) -> None:
         if os.name == "posix":  # elsewhere it would let two programs share the port
@@ -59,28 +69,6 @@ class Listener:
         self.socket.bind(address)
         self.socket.listen()
         self.socket.setblocking(False)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self.socket.getsockname()[:2]
-        return str(host), int(port)
-
-    @property
-    def url(self) -> str:
-        """As this machine's browser opens it."""
-        host, port = self.address
-        name = "localhost" if self.is_everywhere else f"[{host}]" if ":" in host else host
-        return f"http://{name}:{port}"
-
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether it listens on every address of this machine."""
-        return ip_address(self.address[0]).is_unspecified
-
-    @property
-    def is_local(self) -> bool:
-        """Whether nobody but this machine can reach it."""
-        return is_local(self.address[0])
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
