@@ -15,8 +15,8 @@ from edgespec.core.table import many
 from edgespec_runtime.chat import saved
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import SETTABLE, choices_of, listed, parted, shown
-from edgespec_runtime.chat.status import Tally, tau_of
 from edgespec_runtime.chat.terminal import QUOTES, TEXT_COMMANDS, unquoted
+from edgespec_runtime.chat.view import Tally, tau_of
 from edgespec_runtime.decoding.loop import rules_for
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL
 from edgespec_runtime.engines.cached_engine import common_length

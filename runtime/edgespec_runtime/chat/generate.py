@@ -19,13 +19,13 @@ from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.texts import harmless
 from edgespec_runtime.chat.conversation import Conversation, check_size, keeping_system
 from edgespec_runtime.chat.replies import pieces
-from edgespec_runtime.chat.status import NOTES
 from edgespec_runtime.chat.terminal import MAX_MESSAGE, typed
+from edgespec_runtime.chat.view import NOTES
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import check_prompt
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.decoding.speed import dump, metrics_of
-from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from edgespec_runtime.pair.device_defaults import named_manifest, with_device_defaults
 
 
@@ -53,14 +53,6 @@ def read_prompt() -> str:
     return typed(data, "the prompt on standard input").removesuffix("\n")
 
 
-def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
-    """Prompt ids through the chat template, or of the text alone. Raises InputError for a text far beyond the context."""
-    check_size(pair.tokenizer, "the prompt", [text, system], pair.target.engine.context_length)
-    if raw:
-        return pair.tokenizer.encode(text, bos=True)
-    return Conversation(pair.tokenizer, system).prompt(text)
-
-
 def run(given: dict[str, Any]) -> int:
     manifest = named_manifest(given)
     options = from_mapping(Options, with_device_defaults(given, manifest))
@@ -71,9 +63,13 @@ def run(given: dict[str, Any]) -> int:
         raise InputError("--raw takes only the text, and --system is for a chat; leave one of them out")
     decoding = options if options.draft else plain(options)
     with closing(open_pair(Path(options.bundle), options, decoding.needs_model, manifest)) as pair:
-        prompt = encode_prompt(pair, text, options.system, options.raw)
-        if not options.raw:
-            decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
+        tokenizer, context = pair.tokenizer, pair.target.engine.context_length
+        check_size(tokenizer, "the prompt", [text, options.system], context)
+        if options.raw:
+            prompt = tokenizer.encode(text, bos=True)
+        else:
+            prompt = Conversation(tokenizer, options.system).prompt(text)
+            decoding = keeping_system(decoding, tokenizer, options.system, pair.target)
         check_prompt(pair.target, pair.draft, prompt, decoding)
         exactness = pair.measured_exactness()
         if caution := exactness.caution():
@@ -90,10 +86,7 @@ def run(given: dict[str, Any]) -> int:
             if said:
                 print(flush=True)
         if words := NOTES.get(finish):
-            context = pair.target.engine.context_length
             note(words.format(max_new_tokens=options.max_new_tokens, context=context))
-        if not options.json:
-            return 0
         report = {
             "reply": said,
             "finish": finish,

@@ -101,8 +101,7 @@ def _keys() -> KeyBindings:
 class Commands(Completer):
     """Names of commands, what may follow them, and paths."""
 
-    def __init__(self) -> None:
-        self._paths = PathCompleter(expanduser=True)
+    _paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         before = document.text_before_cursor

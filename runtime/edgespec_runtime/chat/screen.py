@@ -22,9 +22,8 @@ from rich.text import Text
 from edgespec.core.output import is_quiet
 from edgespec.core.texts import harmless
 from edgespec_runtime.chat.settings import Options
-from edgespec_runtime.chat.status import Tally
 from edgespec_runtime.chat.terminal import unseen_keys
-from edgespec_runtime.chat.view import Show, View
+from edgespec_runtime.chat.view import Show, Tally, View
 
 FRAMES = 15  # a second
 DRAFTED, OWN, QUIET = "green", "default", "dim"

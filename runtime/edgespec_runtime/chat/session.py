@@ -14,9 +14,8 @@ from edgespec.core.metrics import RawCounts
 from edgespec_runtime.chat.conversation import Conversation, keeping_system
 from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.chat.settings import Options, changed, shown
-from edgespec_runtime.chat.status import Tally
 from edgespec_runtime.chat.terminal import interruptible
-from edgespec_runtime.chat.view import Show, View
+from edgespec_runtime.chat.view import Show, Tally, View
 from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.drafters import drafter_of

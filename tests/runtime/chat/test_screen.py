@@ -13,7 +13,7 @@ from edgespec_runtime.chat.commands import handle
 from edgespec_runtime.chat.replies import Piece
 from edgespec_runtime.chat.screen import DRAFTED, Rows, Screen
 from edgespec_runtime.chat.settings import Options
-from edgespec_runtime.chat.status import Tally
+from edgespec_runtime.chat.view import Tally
 from edgespec_runtime.pair.bundle import Pair
 from hypothesis import given
 from hypothesis import strategies as st
