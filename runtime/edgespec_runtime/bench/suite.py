@@ -57,9 +57,9 @@ class Question:
     where: str = ""
 
 
-def question_of(chat: list[Message], category: str = "", name: str = "", where: str = "") -> Question:
+def question_of(chat: list[Message]) -> Question:
     """The question of a conversation that ends with the user."""
-    return Question((chat[-1]["content"],), tuple(chat[:-1]), category, name, where)
+    return Question((chat[-1]["content"],), tuple(chat[:-1]))
 
 
 def read_suite(name: str) -> list[Question]:
@@ -126,17 +126,8 @@ def _question(row: dict[str, Any], number: str, where: str) -> Question:
     identity = row.get("question_id", row.get("task_id", number))
     if type(identity) not in (int, str) or len(str(identity)) > 200:
         raise InputError(f"{where}: its id is {_seen(identity)}; a number or a short string is wanted")
-
-    def category(usual: str) -> str:
-        given = row.get("category", usual)
-        plain = isinstance(given, str) and given.isprintable() and "|" not in given
-        if not plain or not 0 < len(given.strip()) <= MAX_NAME:
-            raise InputError(
-                f"{where}: category is {_seen(given)}; 1 to {MAX_NAME} printable characters without | are wanted"
-            )
-        return str(given.strip())
-
-    name = str(identity)
+    before: list[Message] = []
+    usual = "prompts"
     if "turns" in row:
         turns = row["turns"]
         if not isinstance(turns, list) or not 1 <= len(turns) <= MAX_TURNS:
@@ -144,20 +135,25 @@ def _question(row: dict[str, Any], number: str, where: str) -> Question:
                 f"{where}: turns is {_seen(turns)}; a list of 1 to {MAX_TURNS} strings is wanted"
             )
         texts = [_text(turn, f"{where}: turns[{place}]") for place, turn in enumerate(turns)]
-        return Question(tuple(texts), category=category("prompts"), name=name, where=where)
-    if "messages" in row:
+    elif "messages" in row:
         chat = messages_of({"messages": row["messages"]}, where)
         if len(chat) > MAX_MESSAGES:
             raise InputError(f"{where} has {len(chat)} messages; at most {MAX_MESSAGES} are wanted")
         for place, message in enumerate(chat):
             _text(message["content"], f"{where}: messages[{place}]")
-        return question_of(chat, category("prompts"), name, where)
-    code = "code" if "task_id" in row else "prompts"
-    for key, usual in (("prompt", code), ("question", "maths"), ("instruction", "prompts")):
-        if key in row:
-            turn = _text(row[key], f"{where}: {key}")
-            return Question((turn,), category=category(usual), name=name, where=where)
-    raise InputError(f"{where} has the keys {_seen(sorted(row))}; {FORMS}")
+        before, texts = chat[:-1], [chat[-1]["content"]]
+    elif key := next((key for key in ("prompt", "question", "instruction") if key in row), ""):
+        texts = [_text(row[key], f"{where}: {key}")]
+        usual = "maths" if key == "question" else "code" if key == "prompt" and "task_id" in row else usual
+    else:
+        raise InputError(f"{where} has the keys {_seen(sorted(row))}; {FORMS}")
+    category = row.get("category", usual)
+    plain = isinstance(category, str) and category.isprintable() and "|" not in category
+    if not plain or not 0 < len(category.strip()) <= MAX_NAME:
+        raise InputError(
+            f"{where}: category is {_seen(category)}; 1 to {MAX_NAME} printable characters without | are wanted"
+        )
+    return Question(tuple(texts), tuple(before), category.strip(), str(identity), where)
 
 
 def _text(value: Any, where: str) -> str:
