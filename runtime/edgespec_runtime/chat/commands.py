@@ -200,9 +200,9 @@ def _save(chat: Chat, file: str) -> None:
 
 def _load(chat: Chat, file: str) -> None:
     with _path("/load", file) as path:
-        saved.load(chat.conversation, path)
+        words = saved.load(chat.conversation, path)
     chat.on_change()
-    chat.view.note(saved.told(chat.conversation.messages))
+    chat.view.note(words)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,15 @@ def save(conversation: Conversation, bundle: str, path: Path) -> None:
     write_bytes(path, dumped(conversation, bundle))
 
 
-def load(conversation: Conversation, path: Path) -> None:
-    """Have the conversation of a file instead. Raises InputError, and changes nothing, for a file that is none."""
+def load(conversation: Conversation, path: Path) -> str:
+    """Have the conversation of a file instead, and say so. Raises InputError, and changes nothing, for a file that is none."""
     conversation.system, turns = restored(read_json(path, limit=MAX_BYTES, strict=True), path)
     conversation.reset(turns)
+    if not turns:
+        return "the conversation is empty"
+    last = " ".join(turns[-2]["content"].split())
+    words = last if len(last) <= 60 else last[:59] + "…"
+    return f"going on behind {many(len(turns) // 2, 'turn')}; the last message was: {words}"
 
 
 def _talker(manifest: Manifest) -> list[Any]:
@@ -137,14 +142,4 @@ class LastChat:
         """Go on with it. Returns what to say about it. Raises InputError for a file that is damaged."""
         if not self.path.exists():
             return "there is no earlier chat of this bundle; this is a new one"
-        load(conversation, self.path)
-        return told(conversation.messages)
-
-
-def told(turns: Sequence[Message]) -> str:
-    """A conversation in one line."""
-    if not turns:
-        return "the conversation is empty"
-    last = " ".join(turns[-2]["content"].split())
-    words = last if len(last) <= 60 else last[:59] + "…"
-    return f"going on behind {many(len(turns) // 2, 'turn')}; the last message was: {words}"
+        return load(conversation, self.path)
