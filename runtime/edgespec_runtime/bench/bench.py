@@ -10,7 +10,9 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,7 +27,7 @@ from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
 from edgespec.core.table import count, duration, many
-from edgespec_runtime.bench.dialogues import Dialogue, fitting_dialogues
+from edgespec_runtime.bench.dialogues import Dialogue, Questions, fitting_dialogues
 from edgespec_runtime.bench.plot import plot_bench
 from edgespec_runtime.bench.report import (
     AUTO,
@@ -35,7 +37,6 @@ from edgespec_runtime.bench.report import (
     Place,
     Run,
     Summary,
-    by_category,
     category_table,
     compared,
     cost_table,
@@ -46,7 +47,6 @@ from edgespec_runtime.bench.report import (
     summarise,
     verdict,
 )
-from edgespec_runtime.bench.samples import samples_of
 from edgespec_runtime.bench.suite import (
     BUILT_IN,
     MAX_QUESTIONS,
@@ -55,6 +55,7 @@ from edgespec_runtime.bench.suite import (
     read_suite,
     round_robin,
 )
+from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import SHIFT, DecodingOptions, ReplyOptions, numbered, plain
@@ -69,6 +70,9 @@ from edgespec_runtime.text.prompts import read_chats
 
 TURN_SEEDS = 2**32  # between the seeds of a prompt's turns: more than there are prompts and repeats
 MOST_REPEATS = 9  # where they are as many as fit in the time: more tell little of a machine that drifts
+SAMPLES = 4  # replies in the report: enough to see a pattern, few enough to read
+SAMPLE_TOKENS = 160  # of such a reply: about 15 lines
+SAMPLE_CHARACTERS = 600  # of its prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,24 +240,32 @@ def report(
     return found
 
 
-@dataclass(frozen=True)
-class Questions:
-    """The prompts of a bench. `too_long`: questions that were left out because the context has no room for them."""
+def samples_of(pair: Pair, dialogues: Sequence[Dialogue], how: DecodingOptions) -> list[dict[str, Any]]:
+    """The first turns of the first dialogues, decoded once more with a fixed draft length; nothing here is timed.
 
-    dialogues: Sequence[Dialogue]
-    too_long: int = 0
+    Each has `prompt` (the beginning of the user's text), `draft_length`, `tokens`, `passes`, `accepted`, and `parts`: pairs of a
+    text and whether the drafter proposed it. A character whose bytes come from several tokens belongs to the last of them.
+    """
+    how = replace(how, max_new_tokens=min(how.max_new_tokens, SAMPLE_TOKENS))
+    return [_sample(pair, dialogue, how) for dialogue in dialogues[:SAMPLES]]
 
-    @property
-    def least(self) -> int:
-        return LEAST_PROMPTS * len({one.question.category for one in self.dialogues})
 
-    @property
-    def turns_left_out(self) -> int:
-        return sum(one.left_out for one in self.dialogues)
-
-    def by_category(self, runs: Sequence[Run], summaries: Sequence[Summary]) -> list[Category]:
-        names = {index: one.question.category for index, one in enumerate(self.dialogues)}
-        return [row for s in compared(summaries) for row in by_category(runs, names, s.draft_length)]
+def _sample(pair: Pair, dialogue: Dialogue, how: DecodingOptions) -> dict[str, Any]:
+    for model in pair.models:
+        model.rewind(0)
+    counts = RawCounts()
+    said = list(pieces(pair, dialogue.prompts[0], how, counts))
+    return {
+        "prompt": dialogue.question.turns[0][:SAMPLE_CHARACTERS],
+        "draft_length": how.draft_length,
+        "tokens": counts.emitted,
+        "passes": counts.blocks,
+        "accepted": sum(len(piece.tokens) for piece in said if piece.accepted),
+        "parts": [
+            ["".join(piece.text for piece in group), drafted]
+            for drafted, group in groupby(filter(attrgetter("text"), said), key=attrgetter("accepted"))
+        ],
+    }
 
 
 def questions_for(pair: Pair, options: Options, questions: Sequence[Question]) -> Questions:
@@ -266,7 +278,7 @@ def questions_for(pair: Pair, options: Options, questions: Sequence[Question]) -
         chats = read_chats(Path(options.prompts)) if options.prompts else pair.prompts()
         questions = [question_of(chat) for chat in chats]
     room = pair.target.engine.context_length - reply
-    return Questions(*fitting_dialogues(pair.tokenizer, round_robin(questions), room, options.max_prompts))
+    return fitting_dialogues(pair.tokenizer, round_robin(questions), room, options.max_prompts)
 
 
 def run(given: dict[str, Any]) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from edgespec.core.errors import InputError
+from edgespec_runtime.bench.report import LEAST_PROMPTS, Category, Run, Summary, by_category, compared
 from edgespec_runtime.bench.suite import Question
 from edgespec_runtime.chat.conversation import Conversation
 from edgespec_runtime.text.tokenizer import ChatTokenizer
@@ -44,10 +46,30 @@ class Dialogue:
             self.prompts.append(prompt)
 
 
+@dataclass(frozen=True)
+class Questions:
+    """The prompts of a bench. `too_long`: questions that were left out because the context has no room for them."""
+
+    dialogues: Sequence[Dialogue]
+    too_long: int = 0
+
+    @property
+    def least(self) -> int:
+        return LEAST_PROMPTS * len({one.question.category for one in self.dialogues})
+
+    @property
+    def turns_left_out(self) -> int:
+        return sum(one.left_out for one in self.dialogues)
+
+    def by_category(self, runs: Sequence[Run], summaries: Sequence[Summary]) -> list[Category]:
+        names = {index: one.question.category for index, one in enumerate(self.dialogues)}
+        return [row for s in compared(summaries) for row in by_category(runs, names, s.draft_length)]
+
+
 def fitting_dialogues(
     tokenizer: ChatTokenizer, questions: Iterable[Question], room: int, most: int
-) -> tuple[list[Dialogue], int]:
-    """(the first `most` questions whose first turn has at most `room` tokens, how many were too long on the way).
+) -> Questions:
+    """The first `most` questions whose first turn has at most `room` tokens, and how many were too long on the way.
 
     Raises InputError where none fits.
     """
@@ -68,4 +90,4 @@ def fitting_dialogues(
             f"the shortest prompt has {shortest} tokens, and the context has room for {room} beside the reply; "
             "give shorter ones, for a suite a smaller --max-new-tokens, or a longer --context if the model has one"
         )
-    return found, too_long
+    return Questions(found, too_long)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from edgespec_runtime.bench import bench as bench_module
-from edgespec_runtime.bench.bench import MOST_REPEATS, Options, runs_of
+from edgespec_runtime.bench.bench import MOST_REPEATS, Options, runs_of, samples_of
 from edgespec_runtime.bench.dialogues import Dialogue
 from edgespec_runtime.bench.plot import plot_bench
 from edgespec_runtime.bench.report import (
@@ -27,7 +27,6 @@ from edgespec_runtime.bench.report import (
     summarise,
     verdict,
 )
-from edgespec_runtime.bench.samples import samples_of
 from edgespec_runtime.bench.suite import Question, question_of
 from edgespec_runtime.chat import replies
 from edgespec_runtime.decoding.options import Block, DecodingOptions

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from edgespec_runtime.bench import bench
-from edgespec_runtime.bench.bench import LEAST_PROMPTS, Options, Questions, measure, questions_for, runs_of
-from edgespec_runtime.bench.dialogues import Dialogue
+from edgespec_runtime.bench.bench import LEAST_PROMPTS, Options, measure, questions_for, runs_of
+from edgespec_runtime.bench.dialogues import Dialogue, Questions
 from edgespec_runtime.bench.report import (
     ALL,
     AUTO,
