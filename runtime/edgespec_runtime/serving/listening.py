@@ -147,7 +147,7 @@ class Server(Uvicorn):
     """
 
     def __init__(self, listener: Listener, service: Service, waiting: int, access: Access) -> None:
-        self.listener, self.service, self.line = listener, service, Line(waiting)
+        self.listener, self.url, self.service, self.line = listener, listener.url, service, Line(waiting)
         super().__init__(
             Config(
                 application(service, self.line, access),
@@ -167,10 +167,6 @@ class Server(Uvicorn):
                 timeout_graceful_shutdown=SECONDS_TO_END,
             )
         )
-
-    @property
-    def url(self) -> str:
-        return self.listener.url
 
     def serve_forever(self) -> None:
         """Until a signal, or until `should_exit` is set."""
