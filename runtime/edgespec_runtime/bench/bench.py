@@ -62,7 +62,6 @@ from edgespec_runtime.decoding.options import SHIFT, DecodingOptions, ReplyOptio
 from edgespec_runtime.decoding.schedule import Schedule
 from edgespec_runtime.decoding.speed import dump, shuffled
 from edgespec_runtime.engines.device import engine_version, this_device
-from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.pair.device_defaults import LENGTHS, named_manifest, with_bench_defaults
 from edgespec_runtime.rules.table import MAX_DRAFT, LoopRule
@@ -220,7 +219,7 @@ def report(
         "engine_version": engine_version(pair.backend),
         "engine": pair.backend,
         "precision": pair.precision,
-        "threads": options.threads or default_threads(),
+        "threads": pair.threads,
         "cost_ratios": pair.cost_ratios,
         "exactness": asdict(pair.measured_exactness()),
         "options": to_mapping(options),
@@ -342,7 +341,7 @@ def run(given: dict[str, Any]) -> int:
 def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequence[Summary]) -> None:
     prompts, repeats = (len({getattr(run, of) for run in runs}) for of in ("prompt", "repeat"))
     names = f"{pair.manifest.target.name} with {pair.manifest.drafter.name}"
-    print(f"{names}, {pair.backend} {pair.precision}, {many(options.threads or default_threads(), 'thread')}")
+    print(f"{names}, {pair.backend} {pair.precision}, {many(pair.threads, 'thread')}")
     print(
         f"{many(prompts, 'prompt')} x {repeats}, up to {options.max_new_tokens} tokens, "
         f"{options.words()}; medians over prompts, 95 % bootstrap intervals\n"
