@@ -27,9 +27,9 @@ from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 
 from benchmarks.common import begun, command_line, kept, same_options, words
 from benchmarks.training.acceptance_curve import RESULT, SHAPES, Run, part_of
+from edgespec.core.shapes import ModelShape
 from edgespec.core.table import table
 from edgespec.model_folder.config import read_config
-from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions
 
 CONTEXT, ROUNDS = 256, 200
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         options, out = replace(base, layers=layers, hidden=hidden), given.out / name
         found.append(kept(out / RESULT, partial(trained, out, options, given)))
         print(f"{name}: α {found[-1]['alpha']:.3f} at T = 1, {found[-1]['greedy']:.3f} at T = 0", flush=True)
-    shapes = [DrafterShape.from_config(read_config(given.out / name / "model")) for name in names]
+    shapes = [ModelShape.from_config(read_config(given.out / name / "model")) for name in names]
     *steps, plain, two = step_times([given.out / name / "onnx" for name in names], given.files)
     rows = [
         (

@@ -34,7 +34,7 @@ from benchmarks.common import command_line
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import table
-from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions, PretrainOptions
 
 CONTEXT, BATCH, HELD_OUT_ROWS = 128, 16, 64
@@ -56,7 +56,7 @@ def blocks_of(source: str, tokenizer: Any, rows: int) -> np.ndarray:
     return np.array(ids[: len(ids) // CONTEXT * CONTEXT], np.int64).reshape(-1, CONTEXT)[:rows]
 
 
-def with_factor(model: Any, target: ModelShape, shape: DrafterShape) -> None:
+def with_factor(model: Any, target: ModelShape, shape: ModelShape) -> None:
     """Samragh et al.'s scaling: the standard deviation random weights would have at the smaller width."""
     widths = {
         "o_proj.weight": target.heads * target.head_dim / (shape.heads * shape.head_dim),
@@ -77,7 +77,7 @@ def any_dimensions(target: Any, blocks: Any, seed: int) -> subcloning.Activation
 measured = subcloning.measure
 
 
-def made(variant: str, shape: DrafterShape, folder: Path, tokenizer: Any, text: np.ndarray, seed: int) -> Any:
+def made(variant: str, shape: ModelShape, folder: Path, tokenizer: Any, text: np.ndarray, seed: int) -> Any:
     options = DrafterOptions(init="random" if variant == "random" else "subclone")
     with ExitStack() as changes:
         if variant == "any dimensions":

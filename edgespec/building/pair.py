@@ -14,7 +14,6 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import check_model
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE, check_target, is_head, target_layers
-from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.read import check_features, check_no_npu
 from edgespec.recipe.schema import DrafterOptions, ExportOptions
 from edgespec.recipe.targets import TARGETS, FoundTarget, gguf_of
@@ -72,7 +71,7 @@ def check_pair(target: Path, drafter: ModelShape | Path | None, options: ExportO
     return check_possible(target, drafter, options)
 
 
-def check_first_weights(target: Path, drafter: DrafterShape, options: DrafterOptions) -> None:
+def check_first_weights(target: Path, drafter: ModelShape, options: DrafterOptions) -> None:
     """Refuse a drafter that training could not begin with: too few tokens of the target, or weights that cannot be cut out.
 
     Raises InputError. Reads no weights.

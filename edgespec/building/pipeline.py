@@ -20,7 +20,7 @@ from edgespec.model_folder.check import shape_in
 from edgespec.model_folder.head import check_layers, check_start, check_target, shape_of_drafter
 from edgespec.recipe.amounts import own_instructions, own_prompts
 from edgespec.recipe.check import context_problems
-from edgespec.recipe.drafter import DrafterShape, continued_head, cost_ratios, derive, describe
+from edgespec.recipe.drafter import continued_head, cost_ratios, derive, describe
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
 from edgespec.recipe.targets import FoundTarget, gguf_of
@@ -55,7 +55,7 @@ class Build(ExportStages):
         drafter = self._train_and_export(folder, shape)
         return self._pack(replace(found, folder=folder), drafter)
 
-    def _train_and_export(self, target: Path, planned: DrafterShape) -> Path:
+    def _train_and_export(self, target: Path, planned: ModelShape) -> Path:
         """The drafter, trained, evaluated, exported and verified."""
         pretrained, drafter = self._train(target, planned)
         made = shape_in(drafter / "config.json")  # its text may have asked for fewer tokens
@@ -122,7 +122,7 @@ class Build(ExportStages):
         )
         return self.out / "tune" / "model"
 
-    def _plan(self, target: Path) -> DrafterShape:
+    def _plan(self, target: Path) -> ModelShape:
         options, checkpoint = self.recipe.drafter, Path(self.recipe.drafter.checkpoint)
         target_shape = shape_in(target / "config.json")
         if options.init != "checkpoint":
@@ -160,7 +160,7 @@ class Build(ExportStages):
         checkpoint = self.recipe.drafter.checkpoint
         return self._model_reads("drafter.checkpoint", Path(checkpoint)) if checkpoint else Reads()
 
-    def _initial_drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path | None:
+    def _initial_drafter(self, target: Path, shape: ModelShape) -> ModelShape | Path | None:
         """The checkpoint the drafter starts from, held against the target's tokens, or the planned shape; None for a head.
 
         A head has the target's widths.
@@ -178,7 +178,7 @@ class Build(ExportStages):
         check_same_vocabulary(target, checkpoint, "the target and drafter.checkpoint")
         return checkpoint
 
-    def _train(self, target: Path, shape: DrafterShape) -> tuple[Path, Path]:
+    def _train(self, target: Path, shape: ModelShape) -> tuple[Path, Path]:
         """(pretrained drafter, distilled drafter)."""
         from edgespec_recipes.generating import target_store
         from edgespec_recipes.training.distill import DistillInputs, distill, store_responses

@@ -11,10 +11,10 @@ from pathlib import Path
 from edgespec.building.pipeline import Build, cost_ratio
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_named
+from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE, shape_of_drafter
 from edgespec.recipe.amounts import read_tokens
-from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import READ, STATES, Recipe
 from edgespec.stages import sources
@@ -32,11 +32,11 @@ def _generate_recipe(recipe: Recipe) -> Recipe:
 class HeadBuild(Build):
     """From a target that gives its hidden states to a bundle with a head."""
 
-    def _plan(self, target: Path) -> DrafterShape:
+    def _plan(self, target: Path) -> ModelShape:
         self._check_target(target)  # before the target writes for hours
         return super()._plan(target)
 
-    def _train_and_export(self, target: Path, planned: DrafterShape) -> Path:
+    def _train_and_export(self, target: Path, planned: ModelShape) -> Path:
         drafter = self._distill(target)
         self._export(target, drafter)
         made = shape_of_drafter(drafter)  # its text may have asked for fewer tokens

@@ -109,6 +109,22 @@ class ModelShape:
         head = {} if self.tied else {"lm_head.weight": table}
         return {"model.embed_tokens.weight": table, **layers, "model.norm.weight": (self.hidden,), **head}
 
+    def to_config(self) -> dict[str, Any]:
+        """Its numbers as config.json names them."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.context_length,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": self.tied,
+        }
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read a Hugging Face config.json. Raises InputError that names a missing field."""

@@ -19,7 +19,7 @@ from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, is_this_ma
 from edgespec.planning.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
 from edgespec.planning.plan_stages import StageTime, Storage, stage_times, storage, usable
 from edgespec.recipe.devices import device_of
-from edgespec.recipe.drafter import DrafterShape, continued_head, derive
+from edgespec.recipe.drafter import continued_head, derive
 from edgespec.recipe.read import read_recipe
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, shipped_recipes
@@ -86,7 +86,7 @@ class Plan:
     options: PlanOptions
     recipe: Recipe
     target: ModelShape
-    drafter: DrafterShape
+    drafter: ModelShape
     hardware: Hardware
     offered: int
     stages: tuple[StageTime, ...]
@@ -120,7 +120,7 @@ def make(recipe: Recipe, options: PlanOptions) -> Plan:
     return Plan(options, recipe, target, drafter, hardware, given.count, stages, stored, room, tuple(ways))
 
 
-def _drafter(recipe: Recipe, target: ModelShape) -> DrafterShape:
+def _drafter(recipe: Recipe, target: ModelShape) -> ModelShape:
     """The drafter that the recipe trains. Raises InputError where it is to start from a checkpoint that is none."""
     options, checkpoint = recipe.drafter, Path(recipe.drafter.checkpoint)
     if options.init != "checkpoint":
@@ -130,7 +130,7 @@ def _drafter(recipe: Recipe, target: ModelShape) -> DrafterShape:
     found = find_shape(options.checkpoint) if checkpoint.is_dir() else None
     if found is None:
         raise InputError(f"drafter.checkpoint {options.checkpoint!r} is no folder; give a model folder")
-    return DrafterShape(**vars(found))
+    return found
 
 
 def _device(

@@ -16,8 +16,7 @@ rather than by parameters: a step reads the weights, and starts every layer's pr
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
@@ -32,30 +31,6 @@ LARGE_VOCABULARY = 2**15  # tokens: up to here (Llama 2) a drafter keeps them al
 KEPT_SHARE = 4  # a quarter of SmolLM2's tokens are 95 % or more of what it writes
 SHALLOW = 2  # layers: four accept about as much as two of the same width, and one less (benchmarks/training/drafter_shapes.py)
 LAYER_COST = 500_000  # weights that are read in the time that starting a layer takes: 0.51M in two runs of it
-
-
-@dataclass(frozen=True)
-class DrafterShape(ModelShape):
-    """A Llama-architecture drafter (every engine runs it), or a head.
-
-    `vocab_size` is the target's, or tokens kept + 1; of a head it is tokens kept.
-    """
-
-    def llama_config(self) -> dict[str, Any]:
-        """Keyword arguments of transformers.LlamaConfig."""
-        return {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": self.context_length,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "tie_word_embeddings": self.tied,
-        }
 
 
 def cost_ratios(target: ModelShape, drafter: ModelShape) -> dict[str, float]:
@@ -104,13 +79,19 @@ def _check_head(target: ModelShape, options: DrafterOptions) -> None:
         )
 
 
-def _shape(target: ModelShape, hidden: int, layers: int, step: int, vocab_size: int) -> DrafterShape:
+def _plain(target: ModelShape) -> ModelShape:
+    """The target with layers of Llama's form, which every engine runs, and one set of RoPE factors."""
+    return replace(target, attention_bias=False, head_norms=False, rope_border=None)
+
+
+def _shape(target: ModelShape, hidden: int, layers: int, step: int, vocab_size: int) -> ModelShape:
     head_dim = target.head_dim if hidden % target.head_dim == 0 else NARROW_STEP
     heads = hidden // head_dim
     group = max(1, target.heads // target.kv_heads)
     kv_heads = heads // group if heads % group == 0 else heads
     intermediate = step * math.ceil(hidden * target.intermediate / target.hidden / step)
-    return DrafterShape(
+    return replace(
+        _plain(target),
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -118,23 +99,21 @@ def _shape(target: ModelShape, hidden: int, layers: int, step: int, vocab_size: 
         head_dim=head_dim,
         intermediate=intermediate,
         vocab_size=vocab_size,
-        tied=target.tied,
-        context_length=target.context_length,
-        rope_theta=target.rope_theta,
-        rms_norm_eps=target.rms_norm_eps,
     )
 
 
-def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
-    """The drafter for a target; its vocabulary may be cut further where the text is known.
+def derive(target: ModelShape, options: DrafterOptions) -> ModelShape:
+    """The drafter for a target: a Llama (every engine runs it), or a head. Its vocabulary may be cut further where the text
+    is known.
 
+    Its `vocab_size` is the target's, or tokens kept + 1; of a head it is tokens kept.
     Raises InputError where it would not be smaller than the target, or is to keep more tokens.
     """
     vocab_size = _vocab_size(target, options)
     if options.kind == "head":
         _check_head(target, options)
-        wide = replace(target, layers=options.layers or 1, vocab_size=vocab_size, tied=True, joins=True)
-        return DrafterShape(**asdict(replace(wide, attention_bias=False, head_norms=False)))
+        layers = options.layers or 1
+        return replace(_plain(target), layers=layers, vocab_size=vocab_size, tied=True, joins=True)
     step = WIDE_STEP if target.hidden >= WIDE_TARGET else NARROW_STEP
     usual = SHALLOW if _is_narrow(target) else max(1, round(target.layers / LAYERS_RATIO))
     layers = options.layers or usual
@@ -164,7 +143,7 @@ def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
     return chosen
 
 
-def continued_head(target: ModelShape, head: ModelShape, options: DrafterOptions) -> DrafterShape:
+def continued_head(target: ModelShape, head: ModelShape, options: DrafterOptions) -> ModelShape:
     """The drafter that training makes of a trained head: it has that one's layers, and its tokens unless others are asked for.
 
     Raises InputError as `derive` does.

@@ -19,6 +19,7 @@ from edgespec.core.families import family_named
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
+from edgespec.recipe.shipped import made_target
 
 TINY_CHAT = "tiny-chat"
 
@@ -192,7 +193,7 @@ def find_shape(name: str) -> ModelShape | None:
     target, path = TARGETS.get(name), Path(name).expanduser()
     if target is not None:
         return target.shape or (
-            _made_shape(target.alias) if target.repo is None else _cached_shape(target.repo)
+            made_shape(made_target(target.alias)) if target.repo is None else _cached_shape(target.repo)
         )
     if is_gguf(path):
         return ModelShape.from_config(_gguf_config(path))
@@ -254,11 +255,8 @@ def _cached_shape(repo: str) -> ModelShape | None:
     return None if file is None else shape_in(file)
 
 
-def _made_shape(alias: str) -> ModelShape:
+def made_shape(made: Mapping[str, Any]) -> ModelShape:
     """From the recipe of a target that edgespec makes: a Llama whose embeddings are tied."""
-    from edgespec.recipe.shipped import made_target
-
-    made = made_target(alias)
     named = ("hidden", "layers", "heads", "kv_heads", "intermediate", "vocab_size", "context_length")
     sizes = {name: made[name] for name in named}
     return ModelShape(**sizes, head_dim=made["hidden"] // made["heads"], tied=True, rms_norm_eps=1e-6)

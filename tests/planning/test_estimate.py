@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_steps import Meter, all_compared
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size
 from edgespec.planning import costs, export_costs
 from edgespec.planning.estimate import (
@@ -33,21 +34,21 @@ from edgespec.planning.estimate import (
     stored_position_bytes,
     writings,
 )
-from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import DrafterOptions, Recipe
 from edgespec.recipe.shipped import load_recipe, recipe_file
 from edgespec.recipe.targets import shape_of_target
 
-WIDE = DrafterShape(256, 3, 4, 2, 64, 768, 512, True, 512)  # grouped queries, tied
-PLAIN = DrafterShape(64, 2, 4, 4, 16, 160, 512, False, 512)
-LONG = DrafterShape(64, 3, 4, 2, 32, 160, 512, True, 1024)  # attention above the FFN in memory
+WIDE = ModelShape(256, 3, 4, 2, 64, 768, 512, True, 512)  # grouped queries, tied
+PLAIN = ModelShape(64, 2, 4, 4, 16, 160, 512, False, 512)
+LONG = ModelShape(64, 3, 4, 2, 32, 160, 512, True, 1024)  # attention above the FFN in memory
 SHAPES = [WIDE, PLAIN, LONG]
 
 
-def llama(shape: DrafterShape, attention: str = "eager") -> Any:
+def llama(shape: ModelShape, attention: str = "eager") -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**shape.llama_config(), attn_implementation=attention))
+    return LlamaForCausalLM(LlamaConfig(**shape.to_config(), attn_implementation=attention))
 
 
 def counted(run: Callable[[], Any]) -> int:
@@ -69,7 +70,7 @@ def packed(rows: int, context: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_flops_are_those_torch_counts(shape: DrafterShape) -> None:
+def test_flops_are_those_torch_counts(shape: ModelShape) -> None:
     model, ids = llama(shape), torch.randint(0, shape.vocab_size, (3, 128))
 
     def learn() -> None:
@@ -119,7 +120,7 @@ def test_flops_of_decoding_and_bytes_of_its_cache() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bytes_of_weights_gradients_and_optimizer_are_exact(shape: DrafterShape) -> None:
+def test_bytes_of_weights_gradients_and_optimizer_are_exact(shape: ModelShape) -> None:
     model = llama(shape)
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
@@ -136,7 +137,7 @@ def test_bytes_of_weights_gradients_and_optimizer_are_exact(shape: DrafterShape)
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("masked", [True, False])
-def test_bytes_of_activations_are_those_allocated(shape: DrafterShape, masked: bool) -> None:
+def test_bytes_of_activations_are_those_allocated(shape: ModelShape, masked: bool) -> None:
     rows, context = 4, 256
     model, ids = llama(shape, "sdpa").model, torch.randint(0, shape.vocab_size, (rows, context))
     inputs = packed(rows, context) if masked else {}
@@ -152,7 +153,7 @@ def test_bytes_of_activations_are_those_allocated(shape: DrafterShape, masked: b
 
 
 def stage(
-    name: str, recipe: Recipe, target: DrafterShape, drafter: DrafterShape, *, alike: bool = True
+    name: str, recipe: Recipe, target: ModelShape, drafter: ModelShape, *, alike: bool = True
 ) -> StageCost:
     return next(cost for cost in estimate(recipe, target, drafter, alike=alike) if cost.stage == name)
 
@@ -160,7 +161,7 @@ def stage(
 ROOMY = replace(PLAIN, vocab_size=4096)
 
 
-def beside(shape: DrafterShape) -> int:
+def beside(shape: ModelShape) -> int:
     """Weights and AdamW's moments, which are there before a step begins."""
     return costs.training_bytes(shape) - costs.weight_bytes(shape)
 

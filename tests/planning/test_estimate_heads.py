@@ -14,15 +14,16 @@ from edgespec_recipes.training.distill_head import HeadObjective, UnrolledHead
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from training_steps import Meter, all_compared
 
+from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
 from edgespec.planning.estimate import StageCost, estimate
-from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, recipe_file
 
 ROWS, CONTEXT, VOCABULARY = 8, 128, 4096
-TARGET = DrafterShape(256, 3, 4, 2, 64, 768, VOCABULARY, True, 512)
+TARGET = ModelShape(256, 3, 4, 2, 64, 768, VOCABULARY, True, 512)
 
 
 class Even(Store):
@@ -43,7 +44,7 @@ def recipe_of(**distill: Any) -> Recipe:
     )
 
 
-def stages(recipe: Recipe, target: DrafterShape = TARGET) -> dict[str, StageCost]:
+def stages(recipe: Recipe, target: ModelShape = TARGET) -> dict[str, StageCost]:
     return {cost.stage: cost for cost in estimate(recipe, target, derive(target, recipe.drafter))}
 
 

@@ -60,7 +60,7 @@ def test_parameter_count_is_what_transformers_builds() -> None:
     target = replace(LLAMA_2_7B, **small, vocab_size=512)
     drafter = derive(target, DrafterOptions(size_fraction=0.1))
     for shape in (drafter, derive(target, DrafterOptions(hidden=128, layers=2))):
-        model = LlamaForCausalLM(LlamaConfig(**shape.llama_config()))
+        model = LlamaForCausalLM(LlamaConfig(**shape.to_config()))
         assert sum(weight.numel() for weight in model.parameters()) == shape.parameters
 
 

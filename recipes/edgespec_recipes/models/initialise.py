@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
-from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions
 from edgespec_recipes.models.loading import check_same_vocabulary, load_model
 from edgespec_recipes.models.subcloning import scaling_of, subclone
@@ -38,7 +37,7 @@ from edgespec_recipes.parallel import processes
 BLOCK = 2**22  # weights of a table that are float64 at once: 32 MiB
 
 
-def checkpoint_shape(folder: Path, vocabulary: int | None = None, rows: int | None = None) -> DrafterShape:
+def checkpoint_shape(folder: Path, vocabulary: int | None = None, rows: int | None = None) -> ModelShape:
     """The shape of the drafter that `drafter.checkpoint` gives, cut down to `vocabulary` tokens where that is asked for.
 
     `rows`: of the target's tables; those of a checkpoint of all tokens become as many. Raises InputError: no model
@@ -48,8 +47,7 @@ def checkpoint_shape(folder: Path, vocabulary: int | None = None, rows: int | No
         raise InputError(
             f"drafter.checkpoint {folder} has no config.json; give a model folder in Hugging Face layout"
         )
-    shape = DrafterShape.from_config(read_json(folder / "config.json"))
-    assert isinstance(shape, DrafterShape)
+    shape = ModelShape.from_config(read_json(folder / "config.json"))
     subset = vocabulary_of(folder)
     if subset is None and rows is not None:
         shape = replace(shape, vocab_size=rows)
@@ -66,7 +64,7 @@ def checkpoint_shape(folder: Path, vocabulary: int | None = None, rows: int | No
 
 
 def initial_drafter(
-    shape: DrafterShape,
+    shape: ModelShape,
     options: DrafterOptions,
     target_folder: Path,
     tokenizer: Any,
@@ -113,7 +111,7 @@ def initial_drafter(
 
 
 def new_drafter(
-    shape: DrafterShape, tokenizer: Any, seed: int, scaling: Mapping[str, Any] | None = None
+    shape: ModelShape, tokenizer: Any, seed: int, scaling: Mapping[str, Any] | None = None
 ) -> Any:
     """A Llama of that shape with random weights from the seed, float32, with the tokenizer's special tokens.
 
@@ -124,7 +122,7 @@ def new_drafter(
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
-        **shape.llama_config(),
+        **shape.to_config(),
         **({"rope_scaling": dict(scaling)} if scaling else {}),
         initializer_range=0.5 / shape.hidden**0.5,
         bos_token_id=tokenizer.bos_token_id,
@@ -177,7 +175,7 @@ def _start_from_components(model: Any, target: TargetWeights, counts: np.ndarray
             mine.weight.copy_(made.mul_(mine.weight.std() / made.std()))
 
 
-def _checkpoint(shape: DrafterShape, options: DrafterOptions, target_folder: Path, vocab_size: int) -> Any:
+def _checkpoint(shape: ModelShape, options: DrafterOptions, target_folder: Path, vocab_size: int) -> Any:
     """The model of `options.checkpoint`, held against the plan and the target."""
     folder = Path(options.checkpoint)
     seen = checkpoint_shape(folder, options.vocabulary, vocab_size)

@@ -30,7 +30,6 @@ from torch import Tensor
 from edgespec.core.errors import InputError
 from edgespec.core.families import LONGROPE, family_named, having
 from edgespec.core.shapes import ModelShape, rope_of
-from edgespec.recipe.drafter import DrafterShape
 from edgespec_recipes.models.loading import shape_of
 from edgespec_recipes.models.vocabulary import Blocks
 
@@ -114,7 +113,7 @@ def kept_pairs(head_dim: int, kept: int) -> Tensor:
     return torch.cat([pairs, pairs + head_dim // 2])
 
 
-def subclone(target: Any, shape: DrafterShape, blocks: Blocks) -> dict[str, Tensor]:
+def subclone(target: Any, shape: ModelShape, blocks: Blocks) -> dict[str, Tensor]:
     """State dict of a Llama of `shape`, float32 on the CPU, from the target's weights. `blocks` [n, context] is sample text.
 
     Its tables have all of the target's tokens. Raises InputError where the target is of another kind or smaller somewhere.
@@ -152,7 +151,7 @@ def scaling_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return {name: value for name, value in rope.items() if name != "rope_theta"}
 
 
-def check_cut(config: Mapping[str, Any], full: ModelShape, shape: DrafterShape) -> None:
+def check_cut(config: Mapping[str, Any], full: ModelShape, shape: ModelShape) -> None:
     """Raises InputError for a target whose weights a plain Llama cannot hold, or that has less of something.
 
     `config` is the target's config.json; `shape` has all of the target's tokens.
@@ -196,7 +195,7 @@ def _largest(importance: Tensor, count: int) -> Tensor:
     return importance.sort(descending=True, stable=True).indices[:count].sort().values
 
 
-def _heads(importance: Tensor, full: ModelShape, shape: DrafterShape) -> tuple[Tensor, Tensor]:
+def _heads(importance: Tensor, full: ModelShape, shape: ModelShape) -> tuple[Tensor, Tensor]:
     """(query heads [heads'], key/value heads [kv_heads']) to keep, by the importance of query heads [heads].
 
     Each of the target's groups (a key/value head and the query heads that read it) is cut into pieces as large as the drafter's
@@ -219,7 +218,7 @@ def _heads(importance: Tensor, full: ModelShape, shape: DrafterShape) -> tuple[T
 
 
 def _attention(
-    layer: dict[str, Tensor], full: ModelShape, shape: DrafterShape, dims: Tensor, importance: Tensor
+    layer: dict[str, Tensor], full: ModelShape, shape: ModelShape, dims: Tensor, importance: Tensor
 ) -> dict[str, Tensor]:
     """q, k, v, o at the kept heads and residual dimensions; `importance` [heads, head_dim] of the attention output."""
     queries, groups = _heads(importance.sum(1), full, shape)

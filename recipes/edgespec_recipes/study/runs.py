@@ -38,7 +38,7 @@ from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration
 from edgespec.recipe.data_sources import BuildData
-from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive
+from edgespec.recipe.drafter import cost_ratios, derive
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, reference_options
 from edgespec.recipe.schema import DistillOptions, EvaluateOptions, GenerateOptions, Recipe
 from edgespec.recipe.study_options import Arm, Study
@@ -170,7 +170,7 @@ class Runs:
             GenerateOptions,
         )
 
-    def shape(self, arm: Arm) -> DrafterShape:
+    def shape(self, arm: Arm) -> ModelShape:
         drafter = arm.recipe.drafter
         if drafter.init == "checkpoint":
             rows = self._target_shape().vocab_size

@@ -23,7 +23,7 @@ from edgespec.core.options import from_mapping, to_mapping
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import TrainingOptions
 from edgespec.recipe.shipped import made_target
-from edgespec.recipe.targets import TINY_CHAT
+from edgespec.recipe.targets import TINY_CHAT, made_shape
 from edgespec.shell.environment import cache_folder
 from edgespec.stages.stage import STAGE_FILE, run_stage
 from edgespec_recipes.data.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
@@ -247,16 +247,7 @@ def new_model(options: TinyChatOptions) -> Any:
     torch.manual_seed(options.seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=options.vocab_size,
-            hidden_size=options.hidden,
-            intermediate_size=options.intermediate,
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.heads,
-            num_key_value_heads=options.kv_heads,
-            head_dim=options.hidden // options.heads,
-            max_position_embeddings=options.context_length,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=True,
+            **made_shape(vars(options)).to_config(),
             initializer_range=options.initializer_range,
             bos_token_id=START,
             eos_token_id=TURN_END,

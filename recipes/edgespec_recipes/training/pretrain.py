@@ -14,7 +14,6 @@ import torch
 
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions, PretrainOptions
 from edgespec_recipes.data.token_rows import Batch, Rows, text_blocks, tokens_to_read
 from edgespec_recipes.losses.label_loss import label_losses
@@ -36,7 +35,7 @@ def next_token_losses(model: Any, batches: Sequence[Batch]) -> Iterator[torch.Te
 def pretrain(
     out: Path,
     target_folder: Path,
-    shape: DrafterShape,
+    shape: ModelShape,
     drafter: DrafterOptions,
     options: PretrainOptions,
     seed: int,

@@ -16,16 +16,15 @@ from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
-from edgespec.recipe.drafter import DrafterShape
+from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import DrafterOptions
 
 TEXT = np.random.default_rng(0).integers(4, 512, (40, 32)).astype(np.uint16)
 TINY = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate": 80}
 
 
-def shape_of(folder: Path, **change: Any) -> DrafterShape:
-    shape = DrafterShape.from_config(read_json(folder / "config.json"))
-    assert isinstance(shape, DrafterShape)
+def shape_of(folder: Path, **change: Any) -> ModelShape:
+    shape = ModelShape.from_config(read_json(folder / "config.json"))
     return replace(shape, **change)
 
 

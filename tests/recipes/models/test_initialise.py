@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
-from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions
 
 TEXT = np.random.default_rng(0).integers(4, 512, (40, 32)).astype(np.uint16)
@@ -35,9 +35,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("target") / "target")
 
 
-def shape_of(folder: Path, **change: Any) -> DrafterShape:
-    shape = DrafterShape.from_config(read_json(folder / "config.json"))
-    assert isinstance(shape, DrafterShape)
+def shape_of(folder: Path, **change: Any) -> ModelShape:
+    shape = ModelShape.from_config(read_json(folder / "config.json"))
     return replace(shape, **change)
 
 
@@ -47,8 +46,8 @@ def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     return found
 
 
-def cloned(model: Any, shape: DrafterShape) -> Any:
-    made = LlamaForCausalLM(LlamaConfig(**shape.llama_config()))
+def cloned(model: Any, shape: ModelShape) -> Any:
+    made = LlamaForCausalLM(LlamaConfig(**shape.to_config()))
     made.load_state_dict(subclone(model, shape, TEXT))
     return made
 
@@ -358,6 +357,6 @@ def test_new_drafter_is_what_pretraining_always_began_with(target: Path) -> None
     model = new_drafter(shape_of(target, **TINY), load_tokenizer(target), seed=1)
     torch.manual_seed(1)
     config = LlamaConfig(
-        **shape_of(target, **TINY).llama_config(), initializer_range=0.5 / 32**0.5, bos_token_id=0, eos_token_id=2, pad_token_id=3
+        **shape_of(target, **TINY).to_config(), initializer_range=0.5 / 32**0.5, bos_token_id=0, eos_token_id=2, pad_token_id=3
     )  # fmt: skip
     assert torch.equal(logits(model), logits(LlamaForCausalLM(config)))

@@ -14,8 +14,7 @@ from family_cases import LLAMA3, YARN
 from tiny_models import make_model_folder
 
 from edgespec.core.files import read_json
-from edgespec.core.shapes import rope_of
-from edgespec.recipe.drafter import DrafterShape
+from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.recipe.schema import DrafterOptions
 
 TEXT = np.random.default_rng(0).integers(4, 512, (40, 32)).astype(np.uint16)
@@ -36,8 +35,7 @@ def test_a_cut_keeps_the_scaling_of_rope(rope: dict[str, Any], tmp_path: Path) -
     """Where nothing is cut away, the drafter is the target, also behind the context that it was first made for."""
     folder = make_model_folder(tmp_path / "model", "llama", rope_parameters=rope)
     options = DrafterOptions(init="subclone")
-    shape = DrafterShape.from_config(read_json(folder / "config.json"))
-    assert isinstance(shape, DrafterShape)
+    shape = ModelShape.from_config(read_json(folder / "config.json"))
     made = initial_drafter(shape, options, folder, load_tokenizer(folder), 0, TEXT)
     far = torch.from_numpy(np.random.default_rng(1).integers(4, 500, (1, 200)))
     torch.testing.assert_close(logits(made, far), logits(load_model(folder), far), atol=1e-4, rtol=1e-4)

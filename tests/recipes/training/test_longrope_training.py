@@ -18,7 +18,6 @@ from tiny_models import make_model_folder
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.check import problems
-from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import (
     DrafterOptions,
     GenerateOptions,
@@ -97,8 +96,7 @@ def test_training_beyond_the_border_is_refused(model: Path, tmp_path: Path) -> N
 
 
 def test_a_drafter_with_two_sets_is_pretrained_on_one_side(model: Path, tmp_path: Path) -> None:
-    shape = DrafterShape.from_config(load_model(model).config.to_dict())
-    assert isinstance(shape, DrafterShape)
+    shape = ModelShape.from_config(load_model(model).config.to_dict())
     with pytest.raises(InputError, match=rf"pretrain.context is 128; the models hold {REASON}"):
         pretrain(tmp_path, model, shape, DrafterOptions(), PretrainOptions(context=128), 0)
 

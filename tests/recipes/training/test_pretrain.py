@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
-from edgespec.recipe.drafter import DrafterShape
+from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import DrafterOptions, PretrainOptions
 from edgespec.stages.stage import run_stage
 
 pytestmark = pytest.mark.training
 
-SHAPE = DrafterShape(
+SHAPE = ModelShape(
     hidden=32,
     layers=1,
     heads=2,
