@@ -49,7 +49,7 @@ def mean_of(heads: list[FeatureHead]) -> FeatureHead:
                 "the heads have other shapes or draft tokens; give heads that were trained on from one head"
             )
     states = [head.state_dict() for head in heads]
-    mean = FeatureHead(first.shape, first.vocabulary)
+    mean = FeatureHead(first.shape, first.vocabulary, first.early)
     mean.load_state_dict(
         {
             name: torch.stack([state[name] for state in states]).mean(0)

@@ -10,7 +10,6 @@ layers has one matrix more, which joins their states into one feature; it goes i
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,12 @@ TABLE = "target_table"  # in head.json: `table_checksum` of its target
 BLOCK = 32  # columns that share a scale
 LAST, THREE = "last", "three"  # what a head reads of its target
 JOINING = "reduce.weight"  # [H, 3 H]
+_NUMBERS = {
+    **{"hidden_size": "hidden", "intermediate_size": "intermediate", "draft_vocab_size": "vocab_size"},
+    **{name: name for name in ("heads", "kv_heads", "head_dim", "layers", "context_length")},
+    **{name: name for name in ("rope_theta", "rms_norm_eps")},
+}
+"""Names in head.json -> fields of ModelShape."""
 
 
 def is_head(folder: Path) -> bool:
@@ -36,12 +41,18 @@ def is_head(folder: Path) -> bool:
 
 
 def head_shape(folder: Path) -> dict[str, Any]:
-    """The numbers of a head (recipes' HeadShape). Raises InputError."""
+    """The numbers of a head, as `head_numbers` gives them. Raises InputError."""
     found = read_json(folder / HEAD_FILE)
     shape = found.get("shape") if isinstance(found, dict) else None
     if not isinstance(shape, dict):
         raise InputError(f"{folder / HEAD_FILE} has no 'shape'; train the head again")
     return shape
+
+
+def head_numbers(shape: ModelShape, early: tuple[int, ...]) -> dict[str, Any]:
+    """What head.json says of a head's shape; `early`: the layers of the target that it reads beside the last hidden state."""
+    numbers = {name: getattr(shape, field) for name, field in _NUMBERS.items()}
+    return {**numbers, "feature_size": shape.hidden, "target_layers": early}
 
 
 def early_layers(layers: int) -> tuple[int, int]:
@@ -145,25 +156,17 @@ def shape_of_drafter(folder: Path) -> ModelShape:
         return shape_in(folder / "config.json")
     shape = head_shape(folder)
     try:
-        found = ModelShape(
-            hidden=shape["hidden_size"],
-            layers=shape["layers"],
-            heads=shape["heads"],
-            kv_heads=shape["kv_heads"],
-            head_dim=shape["head_dim"],
-            intermediate=shape["intermediate_size"],
-            vocab_size=shape["draft_vocab_size"],
-            tied=True,
-            context_length=shape["context_length"],
-            rope_theta=shape["rope_theta"],
-            rms_norm_eps=shape["rms_norm_eps"],
-            joins=True,
-        )
+        numbers = {field: shape[name] for name, field in _NUMBERS.items()}
     except KeyError as error:
         raise InputError(f"{folder / HEAD_FILE} has no {error}; train the head again") from error
-    if wrong := impossible(asdict(found)):
+    if wrong := impossible(numbers):
         raise InputError(f"{folder / HEAD_FILE} gives {wrong}; train the head again")
-    return found
+    if (size := shape.get("feature_size", numbers["hidden"])) != numbers["hidden"]:
+        raise InputError(
+            f"{folder} is not a head: its feature_size is {str(size)[:80]} and its hidden_size {numbers['hidden']}, which must "
+            "be one number; build the drafter again"
+        )
+    return ModelShape(**numbers, tied=True, joins=True)
 
 
 def table_checksum(table: Any) -> str:

@@ -85,12 +85,12 @@ def test_the_target_keeps_what_the_head_learns_from(built: Path) -> None:
     rows = WrittenRows(built / "generate", 128)
     row, head = rows[0], load_head(built / "distill" / "model")
     starts = np.flatnonzero(row["position_ids"] == 0)
-    assert rows.width == head.shape.feature_size
+    assert rows.width == head.shape.hidden
     assert not row["features"][starts[0]].any()
     inside = np.flatnonzero(row["position_ids"] > 0)
     assert row["features"][inside].any(1).all()
     counts = read_json(built / "distill" / "stage.json")["counts"]
-    assert counts["draft_vocab_size"] == head.shape.draft_vocab_size == 128
+    assert counts["draft_vocab_size"] == head.shape.vocab_size == 128
     assert 0.0 < counts["covered_share"] <= 1.0
 
 

@@ -65,10 +65,10 @@ def test_the_head_learns_from_what_the_target_read_again(built: Path) -> None:
         (built / "generate").glob("*.npy")
     )  # llama.cpp wrote the text, and gives one layer's states only
     rows, head = WrittenRows(built / "states", 128), load_head(built / "distill" / "model")
-    assert rows.layers == head.shape.target_layers == early_layers(LAYERS)
-    assert rows.width == head.shape.given_size == 3 * head.shape.feature_size
+    assert rows.layers == head.early == early_layers(LAYERS)
+    assert rows.width == 3 * head.shape.hidden
     start = torch.zeros_like(head.reduce.weight)
-    start[:, -head.shape.feature_size :].fill_diagonal_(1.0)
+    start[:, -head.shape.hidden :].fill_diagonal_(1.0)
     assert (head.reduce.weight != start).any()
 
 

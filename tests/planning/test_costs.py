@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from edgespec_export.onnx.head_graph import write_head_graph
-from edgespec_recipes.models.feature_head import FeatureHead, HeadShape
+from edgespec_recipes.models.feature_head import FeatureHead
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.head import head_numbers
 from edgespec.planning import costs
 from edgespec.planning.devices_fit import fit
 from edgespec.planning.export_costs import files_bytes
@@ -27,12 +28,11 @@ MIB = 2**20
 
 
 def test_a_heads_file_is_as_large_as_is_counted(tmp_path: Path) -> None:
-    shape = HeadShape(128, 256, 4, 2, 32, 1, 128, 99, 1e4, 1e-5, 128)
-    head = FeatureHead(shape, Vocabulary(TARGET.vocab_size, np.arange(99)))
+    counted = derive(TARGET, DrafterOptions(kind="head", layers=1, vocabulary=99))
+    head = FeatureHead(counted, Vocabulary(TARGET.vocab_size, np.arange(99)))
     weights = {name: value.detach().numpy() for name, value in head.state_dict().items()}
     embedding = np.ones((TARGET.vocab_size, 128), np.float32)
-    write_head_graph(tmp_path / "head", asdict(shape), weights, embedding, "int8")
-    counted = derive(TARGET, DrafterOptions(kind="head", layers=1, vocabulary=99))
+    write_head_graph(tmp_path / "head", head_numbers(counted, ()), weights, embedding, "int8")
     size = (tmp_path / "head" / "model.onnx.data").stat().st_size
     for engine in FORMAT_OF:
         assert costs.file_bytes(counted, engine, "int4", target=TARGET) == pytest.approx(size, rel=0.02)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.models.feature_head import FeatureHead, HeadShape
+from edgespec_recipes.models.feature_head import FeatureHead
 from edgespec_recipes.stored.top_k import Store, record_type
 from edgespec_recipes.training.distill_head import HeadObjective, UnrolledHead
 from edgespec_runtime.engines.vocabulary import Vocabulary
@@ -60,21 +60,8 @@ def stages(recipe: Recipe, target: ModelShape = TARGET) -> dict[str, StageCost]:
 def test_a_step_fits_its_estimate(options: dict[str, Any]) -> None:
     recipe = recipe_of(**options)
     distill, drafter = recipe.distill, derive(TARGET, recipe.drafter)
-    shape = HeadShape(
-        hidden_size=TARGET.hidden,
-        intermediate_size=TARGET.intermediate,
-        heads=TARGET.heads,
-        kv_heads=TARGET.kv_heads,
-        head_dim=TARGET.head_dim,
-        layers=drafter.layers,
-        feature_size=TARGET.hidden,
-        draft_vocab_size=drafter.vocab_size,
-        rope_theta=TARGET.rope_theta,
-        rms_norm_eps=TARGET.rms_norm_eps,
-        context_length=TARGET.context_length,
-    )
     vocabulary = Vocabulary(VOCABULARY, np.arange(drafter.vocab_size))
-    model = UnrolledHead(FeatureHead(shape, vocabulary), torch.randn(VOCABULARY, TARGET.hidden))
+    model = UnrolledHead(FeatureHead(drafter, vocabulary), torch.randn(VOCABULARY, TARGET.hidden))
     objective = HeadObjective(distill.unrolled_steps, None, distill, stops=[], seed=0, store=Even())
     rows = all_compared(ROWS, CONTEXT, VOCABULARY)
     rows["features"] = torch.randn(ROWS, CONTEXT, TARGET.hidden).half()

@@ -33,7 +33,7 @@ def write_head_graph(
     """Write `out_folder`, whole or not at all: model.onnx, model.onnx.data, head.json.
 
     Args:
-        shape: the numbers of recipes' HeadShape, as its head.json has them.
+        shape: the numbers of a head, as its head.json has them.
         weights: the head's tensors by their names in model.safetensors.
         embedding: the target's token embeddings [V, H].
         precision: int8 or fp32.

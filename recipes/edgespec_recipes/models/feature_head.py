@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +25,18 @@ from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, read_voc
 from torch import Tensor, nn
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, whole_folder, write_json
-from edgespec.model_folder.head import HEAD_FILE, WEIGHTS, head_weights, target_layers
+from edgespec.core.files import whole_folder, write_json
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.head import (
+    HEAD_FILE,
+    JOINING,
+    WEIGHTS,
+    head_numbers,
+    head_weights,
+    shape_of_drafter,
+    target_layers,
+)
 from edgespec_recipes.models.vocabulary import SubsetHead
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """The numbers of a head. `feature_size`: width F of a feature; `draft_vocab_size`: V'; `target_layers`: early layers that are
-    read beside the last hidden state."""
-
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
-    feature_size: int
-    draft_vocab_size: int
-    rope_theta: float
-    rms_norm_eps: float
-    context_length: int
-    target_layers: tuple[int, ...] = ()
-
-    @property
-    def given_size(self) -> int:
-        """Width of what the target gives of a token, G: a state of each of `target_layers`, and the last one."""
-        return self.feature_size * (len(self.target_layers) + 1)
-
-    @property
-    def multiplications(self) -> int:
-        """Multiplications of one draft step without attention: its floor in bytes at 8 bits."""
-        width, inner = self.hidden_size, self.intermediate_size
-        attention = width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return (
-            width * (width + self.feature_size)
-            + self.layers * (attention + 3 * width * inner)
-            + width * self.draft_vocab_size
-        )
 
 
 class _Norm(nn.Module):
@@ -90,9 +63,9 @@ def rotate(x: Tensor, slots: Tensor, theta: float) -> Tensor:
 class HeadLayer(nn.Module):
     """A Llama decoder layer whose attention takes its keys from several unrolled steps."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        width, size = shape.hidden_size, shape.head_dim
+        width, size = shape.hidden, shape.head_dim
         self.shape = shape
         self.input_layernorm = _Norm(width, shape.rms_norm_eps)
         self.post_attention_layernorm = _Norm(width, shape.rms_norm_eps)
@@ -100,9 +73,9 @@ class HeadLayer(nn.Module):
         self.k_proj = nn.Linear(width, shape.kv_heads * size, bias=False)
         self.v_proj = nn.Linear(width, shape.kv_heads * size, bias=False)
         self.o_proj = nn.Linear(shape.heads * size, width, bias=False)
-        self.gate_proj = nn.Linear(width, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(width, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, width, bias=False)
+        self.gate_proj = nn.Linear(width, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(width, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, width, bias=False)
 
     def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]], same: Tensor | None = None) -> Tensor:
         """One unrolled step of x [B, T, H]. `past`: keys and values [B, T, kv heads, d] of the steps before; these are added.
@@ -150,26 +123,34 @@ def _later(values: Tensor, by: int) -> Tensor:
 
 
 class FeatureHead(nn.Module):
-    """The head; `lm_head` knows which of the target's tokens its V' output rows belong to."""
+    """The head; `lm_head` knows which of the target's tokens its V' output rows belong to.
 
-    def __init__(self, shape: HeadShape, vocabulary: Vocabulary) -> None:
+    `early`: the target's layers whose states are read beside the last one. What the target gives of a token has a state of each.
+    """
+
+    def __init__(self, shape: ModelShape, vocabulary: Vocabulary, early: tuple[int, ...] = ()) -> None:
         super().__init__()
-        if len(vocabulary.ids) != shape.draft_vocab_size:
+        if len(vocabulary.ids) != shape.vocab_size:
             raise InputError(
-                f"the head's output has {shape.draft_vocab_size} rows and its vocabulary {len(vocabulary.ids)} tokens; "
+                f"the head's output has {shape.vocab_size} rows and its vocabulary {len(vocabulary.ids)} tokens; "
                 "build the drafter again"
             )
-        self.shape, self.vocabulary = shape, vocabulary
-        self.embedding_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.feature_norm = _Norm(shape.feature_size, shape.rms_norm_eps)
+        self.shape, self.vocabulary, self.early = shape, vocabulary, early
+        self.embedding_norm = _Norm(shape.hidden, shape.rms_norm_eps)
+        self.feature_norm = _Norm(shape.hidden, shape.rms_norm_eps)
         self.reduce: nn.Module = nn.Identity()
-        if shape.target_layers:
-            self.reduce = nn.Linear(shape.given_size, shape.feature_size, bias=False)
-        self.fc = nn.Linear(shape.hidden_size + shape.feature_size, shape.hidden_size, bias=False)
+        if early:
+            self.reduce = nn.Linear(shape.hidden * (1 + len(early)), shape.hidden, bias=False)
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
         self.layers = nn.ModuleList([HeadLayer(shape) for _ in range(shape.layers)])
-        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
-        rows = torch.empty(shape.draft_vocab_size, shape.hidden_size)
+        self.norm = _Norm(shape.hidden, shape.rms_norm_eps)
+        rows = torch.empty(shape.vocab_size, shape.hidden)
         self.lm_head = SubsetHead(nn.Parameter(nn.init.kaiming_uniform_(rows, a=math.sqrt(5))), vocabulary)
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of one draft step without attention: its floor in bytes at 8 bits."""
+        return sum(w.numel() for name, w in self.named_parameters() if w.dim() > 1 and name != JOINING)
 
     def unrolled(
         self, embeddings: Tensor, features: Tensor, steps: int, documents: Tensor | None = None
@@ -201,7 +182,7 @@ def save_head(head: FeatureHead, folder: Path, provenance: dict[str, Any]) -> No
     with whole_folder(folder) as place:
         weights = {name: value.detach().float().contiguous() for name, value in head.state_dict().items()}
         save_file(weights, place / WEIGHTS, metadata={"format": "pt"})
-        write_json(place / HEAD_FILE, {"shape": asdict(head.shape), **provenance})
+        write_json(place / HEAD_FILE, {"shape": head_numbers(head.shape, head.early), **provenance})
         write_vocabulary(place / VOCABULARY, head.vocabulary)
 
 
@@ -210,12 +191,11 @@ def load_head(folder: Path) -> FeatureHead:
     if not (folder / HEAD_FILE).is_file():
         raise InputError(f"{folder} has no {HEAD_FILE}; give the folder of a head")
     try:
-        numbers = read_json(folder / HEAD_FILE)["shape"]
-        shape = HeadShape(**{**numbers, "target_layers": target_layers(folder)})
-        head = FeatureHead(shape, read_vocabulary(folder / VOCABULARY, InputError))
+        vocabulary = read_vocabulary(folder / VOCABULARY, InputError)
+        head = FeatureHead(shape_of_drafter(folder), vocabulary, target_layers(folder))
         weights = {name: torch.from_numpy(value) for name, value in head_weights(folder).items()}
         head.load_state_dict(weights)
-    except (TypeError, KeyError, RuntimeError) as error:
+    except RuntimeError as error:
         why = " ".join(str(error).split())[:200]  # torch's has several lines
         raise InputError(f"{folder} is not a head: {why}; build the drafter again") from error
     return head

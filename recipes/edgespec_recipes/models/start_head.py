@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from edgespec.core.errors import InputError
+from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions
-from edgespec_recipes.models.feature_head import FeatureHead, HeadShape
+from edgespec_recipes.models.feature_head import FeatureHead
 from edgespec_recipes.models.target_weights import TargetWeights
 from edgespec_recipes.models.vocabulary import choose_vocabulary, covering
 
@@ -44,34 +45,13 @@ def start_head(
         seen: tokens [n], what the target gave [n, G] before them and at them, of texts that it wrote.
         early: the layers whose states are given before the last one's. They start without a say.
 
-    Raises InputError where the target's layers are not of Llama's form.
+    Raises InputError where the target's layers are not of Llama's form, and as `derive` does.
     """
     shape, family = target.shape, target.family
     size = options.vocabulary or covering(counts, special)
     vocabulary = choose_vocabulary(counts, special, size)
-    layers = options.layers or 1
-    if layers > shape.layers:
-        raise InputError(
-            f"drafter.layers is {layers}; the target has {shape.layers}: a head of 1 or 2 is usual"
-        )
-    head = FeatureHead(
-        HeadShape(
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            layers=layers,
-            feature_size=shape.hidden,
-            draft_vocab_size=size,
-            rope_theta=shape.rope_theta,
-            rms_norm_eps=shape.rms_norm_eps,
-            context_length=shape.context_length,
-            target_layers=tuple(early),
-        ),
-        vocabulary,
-    )
-    first = shape.layers - layers
+    head = FeatureHead(derive(shape, replace(options, vocabulary=size)), vocabulary, tuple(early))
+    first = shape.layers - len(head.layers)
     own = {"post_attention_layernorm.weight": f"{family.gguf_parts['ffn_norm']}.weight"}  # what the FFN reads
     for number, layer in enumerate(head.layers):
         for name, value in layer.state_dict().items():
@@ -101,7 +81,7 @@ def with_vocabulary(
     table: [V, H], the target's output rows. counts, special: as for `start_head`; size: of the vocabulary.
     """
     vocabulary = choose_vocabulary(counts, special, size)
-    made = FeatureHead(replace(head.shape, draft_vocab_size=size), vocabulary)
+    made = FeatureHead(replace(head.shape, vocab_size=size), vocabulary, head.early)
     weights, own, other = head.state_dict(), made.lm_head.ids, head.lm_head.ids
     rows = table[own].float()
     rows[torch.isin(own, other)] = weights["lm_head.weight"][torch.isin(other, own)]  # both ascend
@@ -116,10 +96,10 @@ def best_guess(head: FeatureHead, embedding: Tensor, seen: Iterable[tuple[Tensor
     `embedding` [V, H] is of any float type. f is the last hidden state, whose numbers are the last ones given. The norm gives f_s
     back from its argument. The ridge is RIDGE of the mean square.
     """
-    width = 2 * head.shape.hidden_size
-    square, product = torch.zeros(width, width), torch.zeros(width, head.shape.hidden_size)
+    size = head.shape.hidden
+    width = 2 * size
+    square, product = torch.zeros(width, width), torch.zeros(width, size)
     scale = torch.where(head.norm.weight.abs() > SMALLEST, head.norm.weight, 1.0)
-    size = head.shape.feature_size
     for tokens, *given in seen:
         before, at = (values[:, -size:] for values in given)
         joined = torch.cat([head.embedding_norm(embedding[tokens].float()), head.feature_norm(before)], -1)

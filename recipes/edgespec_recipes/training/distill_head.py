@@ -176,10 +176,10 @@ def distill_head(
         "response_rows": len(rows),
         "read_rows": len(sources[FIXED]) if read is not None else 0,
         "written_tokens": int(rows.counts.sum()),
-        "draft_vocab_size": head.shape.draft_vocab_size,
+        "draft_vocab_size": head.shape.vocab_size,
         "covered_share": round(float(covered), 4),
         "parameters": sum(values.numel() for values in head.parameters()),
-        "multiplications": head.shape.multiplications,
+        "multiplications": head.multiplications,
     }
 
 
@@ -203,7 +203,7 @@ def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer
     special = special_tokens(tokenizer, target)
     if drafter.init == "checkpoint":
         head = load_head(Path(drafter.checkpoint))
-        if drafter.vocabulary in (None, head.shape.draft_vocab_size):
+        if drafter.vocabulary in (None, head.shape.vocab_size):
             return head
         table = TargetWeights.stored(target).output
         return with_vocabulary(head, table, rows.counts, special, drafter.vocabulary)

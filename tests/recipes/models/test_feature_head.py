@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from edgespec_export.onnx.head_graph import write_head_graph
-from edgespec_recipes.models.feature_head import FeatureHead, HeadShape, load_head, save_head
+from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from edgespec_runtime.heads.feature_head import FeatureHead as HeadEngine
 from torch.nn import functional
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, write_json
-from edgespec.model_folder.head import head_weights, in_bytes, keep_in_bytes
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.head import head_numbers, head_weights, in_bytes, keep_in_bytes
 
-SHAPE = HeadShape(
-    hidden_size=64,
-    intermediate_size=96,
+SHAPE = ModelShape(
+    hidden=64,
+    layers=2,
     heads=4,
     kv_heads=2,
     head_dim=16,
-    layers=2,
-    feature_size=64,
-    draft_vocab_size=50,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
+    intermediate=96,
+    vocab_size=50,
+    tied=True,
     context_length=64,
+    joins=True,
 )
 LENGTH, STEPS, VOCABULARY = 12, 3, 120
 
 
-def made(shape: HeadShape = SHAPE) -> FeatureHead:
+def made(shape: ModelShape = SHAPE) -> FeatureHead:
     torch.manual_seed(0)
-    head = FeatureHead(shape, Vocabulary(VOCABULARY, np.arange(0, 2 * shape.draft_vocab_size, 2))).eval()
+    head = FeatureHead(shape, Vocabulary(VOCABULARY, np.arange(0, 2 * shape.vocab_size, 2))).eval()
     for values in head.parameters():
         values.data.normal_(1.0 if values.dim() == 1 else 0.0, 0.1)
     return head
@@ -46,10 +46,10 @@ def made(shape: HeadShape = SHAPE) -> FeatureHead:
 def text() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids [1, T], the target's embeddings [V, H] in steps that a byte holds, features [1, T, F]."""
     generator = torch.Generator().manual_seed(1)
-    embedding = torch.randint(-127, 128, (VOCABULARY, SHAPE.hidden_size), generator=generator).float()
+    embedding = torch.randint(-127, 128, (VOCABULARY, SHAPE.hidden), generator=generator).float()
     embedding[:, 0] = 127.0  # so that a row's scale is exact
     ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=generator)
-    return ids, embedding / 64.0, torch.randn(1, LENGTH, SHAPE.feature_size, generator=generator)
+    return ids, embedding / 64.0, torch.randn(1, LENGTH, SHAPE.hidden, generator=generator)
 
 
 def unrolled_logits(
@@ -77,7 +77,7 @@ def test_unrolled_steps_are_what_a_draft_computes(
     ids, embedding, features = text
     wanted = unrolled_logits(head, text)
     weights = {name: values.numpy() for name, values in head.state_dict().items()}
-    write_head_graph(tmp_path / "head", asdict(head.shape), weights, embedding.numpy(), precision)
+    write_head_graph(tmp_path / "head", head_numbers(head.shape, ()), weights, embedding.numpy(), precision)
     engine = HeadEngine(tmp_path / "head")
     scale = float(np.std(wanted[0]))
     for begin in range(STEPS, LENGTH - STEPS):
@@ -97,7 +97,7 @@ def test_a_rewound_head_reads_the_true_features_in_the_place_of_its_own(
     head = made()
     ids, embedding, features = text
     weights = {name: values.numpy() for name, values in head.state_dict().items()}
-    write_head_graph(tmp_path / "head", asdict(head.shape), weights, embedding.numpy(), "fp32")
+    write_head_graph(tmp_path / "head", head_numbers(head.shape, ()), weights, embedding.numpy(), "fp32")
     engine = HeadEngine(tmp_path / "head")
     tokens, true = ids[0].tolist(), features[0].numpy()
     whole = engine.forward(tokens, true)[0].copy()
@@ -149,10 +149,11 @@ def test_a_head_kept_in_bytes_is_the_graphs(tmp_path: Path) -> None:
         load_head(tmp_path / "kept")
 
 
-def test_other_numbers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"hidden_size": 32}, {"feature_size": 32}, {"intermediate_size": 64}])
+def test_other_numbers_are_refused(tmp_path: Path, change: dict[str, int]) -> None:
     save_head(made(), tmp_path / "head", {})
     settings = read_json(tmp_path / "head" / "head.json")
-    settings["shape"]["hidden_size"] = 32
+    settings["shape"] |= change
     write_json(tmp_path / "head" / "head.json", settings)
     with pytest.raises(InputError, match=r"is not a head: .*build the drafter again"):
         load_head(tmp_path / "head")
@@ -165,7 +166,11 @@ def test_sizes_of_a_strangers_head_are_bounded(tmp_path: Path, value: object) ->
     head = made()
     weights = {name: values.numpy() for name, values in head.state_dict().items()}
     write_head_graph(
-        tmp_path / "head", asdict(head.shape), weights, np.ones((VOCABULARY, 64), np.float32), "fp32"
+        tmp_path / "head",
+        head_numbers(head.shape, ()),
+        weights,
+        np.ones((VOCABULARY, 64), np.float32),
+        "fp32",
     )
     settings = read_json(tmp_path / "head" / "head.json")
     settings["shape"]["kv_heads"] = value

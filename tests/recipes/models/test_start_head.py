@@ -61,7 +61,7 @@ def test_plans_count_what_a_step_multiplies(target: torch.nn.Module, layers: int
     options = DrafterOptions(kind="head", vocabulary=KEPT, layers=layers)
     head = start_head(weights_of(target), options, np.ones(512), [0], seen_of(target))
     planned = derive(ModelShape.from_config(target.config.to_dict()), options)
-    assert body_weights(planned) == head.shape.multiplications - KEPT * planned.hidden
+    assert body_weights(planned) == head.multiplications - KEPT * planned.hidden
     norms = 2 * planned.hidden * layers + 3 * planned.hidden
     rows = planned.hidden * (KEPT + 1)  # tokens kept, and the target's row that is read
     assert planned.streamed_parameters == body_weights(planned) + norms + rows
@@ -192,7 +192,7 @@ def test_a_head_has_room_for_the_tokens_that_are_always_kept(target: torch.nn.Mo
 
 
 def test_more_layers_than_the_target_has_are_refused(target: torch.nn.Module) -> None:
-    with pytest.raises(InputError, match=r"drafter\.layers is 9; the target has 2"):
+    with pytest.raises(InputError, match=r"drafter\.layers is 9 and the target has 2"):
         start_head(
             weights_of(target),
             DrafterOptions(kind="head", vocabulary=KEPT, layers=9),
