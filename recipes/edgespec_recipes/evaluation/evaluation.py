@@ -79,47 +79,25 @@ class HeldOut:
     options: EvaluateOptions
     seed: int
 
-    def _batches(self) -> list[list[list[int]]]:
-        size = self.options.batch_size
-        return [self.prompts[at : at + size] for at in range(0, len(self.prompts), size)]
-
-    def _generator(self) -> torch.Generator:
-        return torch.Generator(self.target.device).manual_seed(self.seed)
+    def _by_batch(self, top_p: float, decode: Callable[..., list[Any]]) -> list[Any]:
+        """What `decode` gives for each prompt of a batch, batch by batch, with one stream of random numbers."""
+        size, generator = self.options.batch_size, torch.Generator(self.target.device).manual_seed(self.seed)
+        how = {"top_p": top_p, "max_new_tokens": self.options.max_new_tokens, "stops": self.stops}
+        batches = (self.prompts[at : at + size] for at in range(0, len(self.prompts), size))
+        return [item for batch in batches for item in decode(batch, generator=generator, **how)]
 
     def own_responses(self, sampling: Sampling) -> list[list[int]]:
         """What the target says without a drafter."""
-        generator = self._generator()
-        return [
-            response
-            for batch in self._batches()
-            for response in sample_responses(
-                self.target,
-                batch,
-                [sampling.temperature] * len(batch),
-                top_p=sampling.top_p,
-                max_new_tokens=self.options.max_new_tokens,
-                generator=generator,
-                stops=self.stops,
-            )
-        ]
+
+        def decode(batch: list[list[int]], **how: Any) -> list[list[int]]:
+            return sample_responses(self.target, batch, [sampling.temperature] * len(batch), **how)
+
+        return self._by_batch(sampling.top_p, decode)
 
     def counts(self, draft: Any, sampling: Sampling, draft_length: int) -> list[dict[str, Any]]:
-        generator = self._generator()
-        return [
-            asdict(counts)
-            for batch in self._batches()
-            for counts in speculate(
-                self.target,
-                draft,
-                batch,
-                draft_length=draft_length,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                max_new_tokens=self.options.max_new_tokens,
-                stops=self.stops,
-                generator=generator,
-            )[1]
-        ]
+        heat = sampling.temperature
+        decode = partial(speculate, self.target, draft, draft_length=draft_length, temperature=heat)
+        return self._by_batch(sampling.top_p, lambda batch, **how: list(map(asdict, decode(batch, **how)[1])))
 
 
 def _load(
