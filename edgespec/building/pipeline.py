@@ -18,10 +18,9 @@ from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
 from edgespec.model_folder.head import check_layers, check_start, check_target, shape_of_drafter
-from edgespec.recipe.amounts import own_instructions, own_prompts
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import continued_head, cost_ratios, derive, describe
-from edgespec.recipe.read import reference_options
+from edgespec.recipe.read import own_instructions, own_prompts, reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
 from edgespec.recipe.targets import FoundTarget, gguf_of
 from edgespec.stages import sources

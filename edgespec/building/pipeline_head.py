@@ -14,8 +14,7 @@ from edgespec.core.families import family_named
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE, shape_of_drafter
-from edgespec.recipe.amounts import read_tokens
-from edgespec.recipe.read import reference_options
+from edgespec.recipe.read import read_tokens, reference_options
 from edgespec.recipe.schema import READ, STATES, Recipe
 from edgespec.stages import sources
 

@@ -16,8 +16,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
 from edgespec.planning.export_costs import files_bytes, largest_passing, rounding_bytes, stages_bytes
-from edgespec.recipe.amounts import own_instructions, own_prompts, read_tokens
-from edgespec.recipe.read import reference_options
+from edgespec.recipe.read import own_instructions, own_prompts, read_tokens, reference_options
 from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
     DOCUMENT_TOKENS,
