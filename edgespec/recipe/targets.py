@@ -53,7 +53,7 @@ class Target:
     """One alias. `repo` is the hub id (None: edgespec makes the model itself); `parameters` as published.
 
     `package`: where pip has it too, as a GGUF file; that one is taken where it is installed. `shape` is what the model's public
-    config.json says, so that a plan needs no download; `alike_layers` is its family's.
+    config.json says, so that a plan needs no download (None where edgespec makes the model); `alike_layers` is its family's.
     """
 
     alias: str
@@ -192,18 +192,11 @@ def find_shape(name: str) -> ModelShape | None:
     """
     target, path = TARGETS.get(name), Path(name).expanduser()
     if target is not None:
-        return target.shape or (
-            made_shape(made_target(target.alias)) if target.repo is None else _cached_shape(target.repo)
-        )
+        return target.shape or made_shape(made_target(target.alias))
     if is_gguf(path):
         return ModelShape.from_config(_gguf_config(path))
-    if path.is_dir():
-        return shape_in(path / "config.json")
-    if is_hub_id(name):
-        return _cached_shape(name)
-    raise InputError(
-        f"unknown target {name!r}: it is neither an alias nor a folder here{did_you_mean(name, TARGETS)}"
-    )
+    file = _config_file(name)
+    return None if file is None else shape_in(file)
 
 
 def has_alike_layers(name: str) -> bool:
@@ -214,8 +207,7 @@ def has_alike_layers(name: str) -> bool:
     if is_gguf(path):
         config = _gguf_config(path)
     else:
-        hub = _cached_config(name) if is_hub_id(name) else None
-        file = path / "config.json" if path.is_dir() else hub
+        file = _config_file(name)
         config = {} if file is None else read_json(file)
     kinds = config.get("layer_types") or ()
     return family_named(str(config.get("model_type", ""))).alike_layers and len(set(kinds)) <= 1
@@ -225,9 +217,8 @@ def shape_of_target(name: str) -> ModelShape:
     """`find_shape`, for those who cannot go on without. Raises InputError where the shape is not on this machine."""
     shape = find_shape(name)
     if shape is None:
-        repo = TARGETS[name].repo if name in TARGETS else name
         raise InputError(
-            f"the config.json of {name} is not on this machine; fetch it with `hf download {repo} config.json`, "
+            f"the config.json of {name} is not on this machine; fetch it with `hf download {name} config.json`, "
             "or give a local folder"
         )
     return shape
@@ -242,17 +233,19 @@ def _gguf_config(file: Path) -> Mapping[str, Any]:
     return read_model(file)[1]
 
 
-def _cached_config(repo: str) -> Path | None:
-    """The config.json in the hub's own cache on this machine."""
+def _config_file(name: str) -> Path | None:
+    """The config.json of a folder, or in the hub's own cache on this machine. Raises InputError for a name that is neither's."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path / "config.json"
+    if not is_hub_id(name):
+        raise InputError(
+            f"unknown target {name!r}: it is neither an alias nor a folder here{did_you_mean(name, TARGETS)}"
+        )
     from huggingface_hub import try_to_load_from_cache
 
-    file = try_to_load_from_cache(repo, "config.json")
+    file = try_to_load_from_cache(name, "config.json")
     return Path(file) if isinstance(file, str) else None
-
-
-def _cached_shape(repo: str) -> ModelShape | None:
-    file = _cached_config(repo)
-    return None if file is None else shape_in(file)
 
 
 def made_shape(made: Mapping[str, Any]) -> ModelShape:
