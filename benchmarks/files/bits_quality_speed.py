@@ -28,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -40,10 +41,11 @@ from edgespec_export.answers.replies import Questions, questions_of
 from edgespec_export.answers.verdict import CLOSE, SAME
 from edgespec_export.bits.texts import Text
 from edgespec_export.formats.export import ExportedFile
-from edgespec_export.verify.file_check import fast_opener, opener
+from edgespec_export.verify.file_check import has_engine, has_fast_mode
 from edgespec_runtime.bench.suite import BUILT_IN, read_suite
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, default_threads
+from edgespec_runtime.pair.bundle import kernels, load_engine
 
 from benchmarks.common import command_line, numbers, same_options, words
 from benchmarks.files.bits_files import THEIRS, Files, is_fitted, made_in, names_of
@@ -112,15 +114,21 @@ def lines_of(files: Sequence[ExportedFile], threads: int) -> list[Line]:
     found = []
     for file in files:
         theirs = file.stored in THEIRS.values()
-        exact, fast = opener(file, threads, CONTEXT), fast_opener(file, threads, CONTEXT)
+        modes = {"exact": has_engine(file), "fast": has_fast_mode(file)}
         if theirs:  # llama.cpp's default attention, int8 activations
-            exact, fast = fast, None
-        for mode, ways in (("exact", exact), ("fast", fast)):
-            if ways is not None:
+            modes = {"": modes["fast"]}
+        for mode, is_there in modes.items():
+            if is_there:
                 engine = file.stored if theirs else file.engine
                 size = size_of(file, mode == "fast" and file.engine == ONNXRUNTIME)
-                found.append(Line(engine, file.precision, "" if theirs else mode, size, ways, file.path))
+                opened = partial(_opened, file, threads, mode != "exact")
+                found.append(Line(engine, file.precision, mode, size, opened, file.path))
     return found
+
+
+def _opened(file: ExportedFile, threads: int, fast: bool) -> Engine:
+    graph, attention = kernels(file.engine, "target", file.fast_graph, None, fast=fast)
+    return load_engine(file.engine, file.path, CONTEXT, threads, attention, graph)
 
 
 def replies_of(

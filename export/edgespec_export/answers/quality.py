@@ -95,11 +95,11 @@ class Gaps:
 
 
 def count(seen: Array, wanted: Array, tokens: Sequence[int]) -> Counts:
-    """One reply. `seen`, `wanted` [n, V]: logits of the file and of the model before each of its n `tokens`."""
+    """One reply. `seen`, `wanted` [n, V]: logits of the file and of the model before each of its at most n `tokens`."""
     ours, theirs = log_softmax(seen), log_softmax(wanted)
     p, places = np.exp(theirs), (np.arange(len(tokens)), np.asarray(tokens, dtype=np.int64))
     return Counts(
-        positions=len(tokens),
+        positions=len(wanted),
         same=int((seen.argmax(1) == wanted.argmax(1)).sum()),
         kl=float((p * (theirs - ours)).sum()),
         tv=float(0.5 * np.abs(p - np.exp(ours)).sum()),

@@ -18,7 +18,7 @@ from edgespec_runtime.engines.vocabulary import Vocabulary
 from edgespec.core.progress import progress
 from edgespec.core.table import table
 from edgespec_export.formats.export import ExportedFile
-from edgespec_export.verify.exported_pair import from_json, open_models
+from edgespec_export.verify.exported_pair import open_models, trials_of
 from edgespec_export.verify.file_check import has_engine
 
 DRAFT_SIDE = "draft_side"  # among the manifest's metrics: the pairs that were measured
@@ -94,14 +94,15 @@ def draft_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(headers, cells, left=2) if cells else ""
 
 
-def _overlaps(acceptance: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], float]:
+def _overlaps(acceptance: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], float]:
     """{(engine, target's precision, drafter's): greedy α}; ONNX Runtime and llama.cpp, whose files may be paired freely."""
     found = {}
-    for run in from_json(acceptance):
-        positions = sum(trial.positions for trial in run.trials)
-        if run.temperature == 0.0 and run.engine != "static" and positions:
-            overlap = sum(trial.overlap for trial in run.trials)
-            found[run.engine, run.target, run.drafter] = overlap / positions
+    for run in acceptance:
+        trials = trials_of(run)
+        positions = sum(trial.positions for trial in trials)
+        if run["temperature"] == 0.0 and run["engine"] != "static" and positions:
+            overlap = sum(trial.overlap for trial in trials)
+            found[run["engine"], run["target"], run["drafter"]] = overlap / positions
     return found
 
 

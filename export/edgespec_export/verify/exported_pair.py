@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +20,9 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, context_for
-from edgespec_runtime.engines.llamacpp import is_available
 from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, vocabulary_of
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.heads.feature_head import FeatureHead
-from edgespec_runtime.pair.bundle import kernels, load_engine
 from edgespec_runtime.rules.sampling import Warp, warp
 from edgespec_runtime.rules.table import LOSSLESS
 
@@ -35,7 +33,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.formats.export import ExportedFile, exported_files
-from edgespec_export.verify.file_check import SMALL
+from edgespec_export.verify.file_check import has_engine, open_file
 
 # the first of these that is there is an engine's float pair
 FLOAT = {"onnxruntime": ("fp32", "fp16"), "llama.cpp": ("f32", "f16", "bf16"), "static": ("fp32",)}
@@ -74,25 +72,24 @@ class Trial(NamedTuple):
     overlap: float
 
 
-@dataclass(frozen=True)
-class PairRun:
-    """One pair of files at one temperature. `precision` is the one in question, `cause` says which side is quantised."""
+class Pair(NamedTuple):
+    """Two files that run together. `precision` is the one in question, `cause` says which side is quantised.
+
+    `target` and `drafter` are the precisions by which the pairs of these files are named.
+    """
 
     engine: str
     precision: str
     cause: str
     target: str
     drafter: str
-    temperature: float
-    draft_length: int
-    trials: tuple[Trial, ...]
 
 
-def pairs_of(files: Sequence[ExportedFile]) -> list[tuple[str, str, str, str, str]]:
-    """(engine, precision, cause, target's precision, drafter's precision) of every pair of files that can be run, each once.
+def pairs_of(files: Sequence[ExportedFile]) -> list[Pair]:
+    """Every pair of files that can be run, each once.
 
-    The precisions are the pairs' names. What the files hold decides: a drafter may be of another precision than its pair. A head
-    has one file, which is beside every file of the target and counts as that one: there is no pair with another.
+    What the files hold decides: a drafter may be of another precision than its pair. A head has one file, which is beside every
+    file of the target and counts as that one: there is no pair with another.
     """
     found, head = [], any(file.is_head for file in files)
     for engine, floats in FLOAT.items():
@@ -112,7 +109,7 @@ def pairs_of(files: Sequence[ExportedFile]) -> list[tuple[str, str, str, str, st
             if weights not in listed:
                 listed.add(weights)
                 quantised = weights[0] != targets.get(target), weights[1] != drafters.get(drafter)
-                found.append((engine, name, CAUSES[quantised], first, second))
+                found.append(Pair(engine, name, CAUSES[quantised], first, second))
     return found
 
 
@@ -136,14 +133,15 @@ def open_models(
     `longest`: tokens of the longest text. `fast`: the target in its fast mode.
     """
     context = context_for(longest)
-    whole = open_file(target, parameters["target"], None, context, features=drafter.is_head, fast=fast)
+    whole = open_file(target, parameters["target"], context, features=drafter.is_head, fast=fast)
     first = CachedEngine(opened.enter_context(closing(whole)))
     second: Engine
     if drafter.is_head:
         assert subset is not None
         second = FeatureEngine(FeatureHead(drafter.path, first.engine.context_length), subset, first)
     else:
-        second = open_file(drafter, parameters["drafter"], subset, context)
+        second = open_file(drafter, parameters["drafter"], context, role="drafter")
+        second = second if subset is None else SubsetEngine(second, subset)
     return first, CachedEngine(opened.enter_context(closing(second)))
 
 
@@ -164,32 +162,17 @@ def open_first_pair(
     return pair
 
 
-def open_file(
-    file: ExportedFile,
-    parameters: int,
-    subset: Vocabulary | None,
-    context: int,
-    *,
-    features: bool = False,
-    fast: bool = False,
-) -> Engine:
-    """A file as the runtime's exact mode opens it, or its `fast` one."""
-    graph, attention = kernels(file.engine, file.role, file.fast_graph, None, fast=fast)
-    threads = 1 if parameters < SMALL else None
-    engine = load_engine(file.engine, file.path, context, threads, attention, graph, features)
-    return engine if subset is None or file.role == "target" else SubsetEngine(engine, subset)
-
-
 def acceptance_by_cause(
     files: Sequence[ExportedFile], parameters: dict[str, int], subset: Vocabulary | None, trials: Trials
-) -> list[PairRun]:
+) -> list[dict[str, Any]]:
     """Run every pair there is. `parameters` by role; `subset`: the tokens the drafter knows, None for all.
 
-    Files whose engine is not installed are left out. Raises what an engine raises that cannot open its file.
+    Returns what verify.json has of a pair at a temperature: its names, `temperature`, `draft_length`, and a Trial for every
+    prompt in `trials`. Files whose engine is not installed are left out. Raises what an engine raises that cannot open its file.
     """
     at = {(file.engine, file.role, file.precision): file for file in files}
-    pairs = [pair for pair in pairs_of(files) if pair[0] != "llama.cpp" or is_available()]
-    runs: list[PairRun] = []
+    pairs = pairs_of(list(filter(has_engine, files)))
+    runs: list[dict[str, Any]] = []
     prompts = [list(prompt) for prompt in trials.prompts if prompt]
     if not prompts:
         return runs
@@ -198,18 +181,19 @@ def acceptance_by_cause(
         # what each engine's first pair wrote, for as many prompts as it did in time
         texts: dict[str, Texts] = {}
         for pair in pairs:
-            engine, precision, cause, target, drafter = pair
-            bar.set_postfix_str(f"{engine} {precision}: {cause}")
+            engine = pair.engine
+            bar.set_postfix_str(f"{engine} {pair.precision}: {pair.cause}")
             with ExitStack() as opened:
-                files_of = at[engine, "target", target], at[engine, "drafter", drafter]
+                files_of = at[engine, "target", pair.target], at[engine, "drafter", pair.drafter]
                 models = open_models(*files_of, parameters, subset, opened, longest=longest)
                 limit = min(model.engine.context_length for model in models)
                 fitting = [prompt for prompt in prompts if len(prompt) < limit]
                 done, wrote = _run_pair(models, fitting, trials, texts.get(engine))
-                if cause == FLOAT_PAIR:
+                if pair.cause == FLOAT_PAIR:
                     texts[engine] = wrote
                 for temperature, each in done.items():
-                    runs.append(PairRun(*pair, temperature, trials.draft_length, tuple(each)))
+                    how = {"temperature": temperature, "draft_length": trials.draft_length}
+                    runs.append({**pair._asdict(), **how, "trials": each})
             bar.update(1)
     return runs
 
@@ -263,11 +247,6 @@ def overlaps(
             yield float(expected_acceptance(p.probs, q.on(p)))
 
 
-def as_json(runs: Sequence[PairRun]) -> list[dict[str, Any]]:
-    """Raw counts, prompt by prompt; report.py derives the rest."""
-    return [asdict(run) for run in runs]
-
-
-def from_json(rows: Sequence[dict[str, Any]]) -> list[PairRun]:
-    """The inverse of `as_json`."""
-    return [PairRun(**{**row, "trials": tuple(Trial(*trial) for trial in row["trials"])}) for row in rows]
+def trials_of(run: Mapping[str, Any]) -> list[Trial]:
+    """The counts of a row of verify.json."""
+    return [Trial(*trial) for trial in run["trials"]]

@@ -6,6 +6,7 @@ What is measured of a file, the engines that run it, and the judgement; files.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
@@ -14,10 +15,10 @@ import numpy as np
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.llamacpp import is_available
-from edgespec_runtime.pair.bundle import load_engine
+from edgespec_runtime.pair.bundle import kernels, load_engine
 
 from edgespec.core.shapes import ModelShape
-from edgespec_export.answers.quality import Answers, log_softmax
+from edgespec_export.answers.quality import Answers, Counts, count
 from edgespec_export.formats.export import ExportedFile
 
 SMALL = 50_000_000  # parameters below which a second thread costs more in waiting than it brings on a busy machine
@@ -168,18 +169,27 @@ def has_engine(file: ExportedFile) -> bool:
     return file.engine != "llama.cpp" or is_available()
 
 
-def opener(file: ExportedFile, threads: int | None, context: int) -> Callable[[], Engine] | None:
-    """What opens a file in its exact mode; None where its engine is not installed."""
-    return (lambda: load_engine(file.engine, file.path, context, threads)) if has_engine(file) else None
+def has_fast_mode(file: ExportedFile) -> bool:
+    """Whether a file has faster kernels than those of the exact mode."""
+    return file.fast_graph is not None or (file.engine == "llama.cpp" and file.held not in FLOAT_GGUF)
 
 
-def fast_opener(file: ExportedFile, threads: int | None, context: int) -> Callable[[], Engine] | None:
-    """The engine in the file's fast mode; None where it has none."""
-    if file.engine == "onnxruntime" and (graph := file.fast_graph) is not None:
-        return lambda: load_engine(file.engine, file.path, context, threads, graph=graph)
-    if file.engine == "llama.cpp" and file.held not in FLOAT_GGUF:
-        return lambda: load_engine(file.engine, file.path, context, threads, flash_attention=False)
-    return None
+def open_file(
+    file: ExportedFile,
+    parameters: int,
+    context: int,
+    *,
+    fast: bool = False,
+    role: str = "target",
+    features: bool = False,
+) -> Engine:
+    """A file in the exact mode, or in its `fast` one, of a model of so many parameters.
+
+    `role`: as which it runs; a drafter is checked as its target is. `features`: it gives hidden states, for a head.
+    """
+    graph, attention = kernels(file.engine, role, file.fast_graph, None, fast=fast)
+    threads = 1 if parameters < SMALL else None
+    return load_engine(file.engine, file.path, context, threads, attention, graph, features)
 
 
 def relative(difference: float, size: float) -> float:
@@ -205,62 +215,38 @@ def note_missing(check: FileCheck, missing: Sequence[str]) -> None:
 
 def compare_engine(
     check: FileCheck | FastCheck,
-    open_engine: Callable[[], Engine],
+    engine: Engine,
     passages: Sequence[Passage],
     own: Sequence[Array] | None,
     answer: Callable[[CachedEngine], Answers | None] = lambda model: None,
 ) -> list[Array]:
-    """Run a file; the logits of every passage, as far as its context goes.
+    """Run a file on its engine, and close that; the logits of every passage, as far as its context goes.
 
     `own`: what its weights should give, None where nobody knows. `answer`: what is measured on the target's replies.
     """
-    engine = open_engine()
-    found = list[_Compared]()
-    try:
-        model = CachedEngine(engine)
-        # all ways of one passage before the next: what comes before its start is read once
-        room = engine.context_length  # a file's may be shorter than its model's
+    usual, own_parts, block_parts, leaks = (list[Array]() for _ in range(4))
+    check.block_flips = 0
+    with closing(engine):
+        model, room, longest = CachedEngine(engine), engine.context_length, engine.block_length
+        size = min(BLOCK, longest)  # static graphs may take fewer
+        # One passage in all ways before the next: what comes before its start is read once, and the logits of all passages in
+        # all ways would take gigabytes where the vocabulary is large.
         for number, (tokens, start) in enumerate(passages):
-            passage = Passage(tokens[:room], start)
-            found.append(_compared(model, passage, None if own is None else own[number]))
+            passage = Passage(tokens[:room], start)  # a file's context may be shorter than its model's
+            whole, singles, blocks = (fed(model, passage, count) for count in (longest, 1, size))
+            usual.append(whole)
+            if own is not None:
+                own_parts.append(differences(whole, own[number][: len(whole)]))
+            block_parts.append(differences(blocks, singles))
+            leaks.append(differences(_with_other_drafts(model, passage, size), blocks[::size]))
+            check.block_flips += int((blocks.argmax(1) != singles.argmax(1)).sum())
+            del whole, singles, blocks  # those of the next passage take their place
         check.answers = answer(model)
-    finally:
-        engine.close()
     if own is not None:
-        check.engine_relative = _together(one.engine for one in found if one.engine is not None)
-    check.block_largest = float(np.max([one.block[:, 2].max() for one in found]))
-    check.block_relative = _together(one.block for one in found)
-    check.block_flips = sum(one.flips for one in found)
-    check.block_leak = _together(one.leak for one in found)
-    return [one.whole for one in found]
-
-
-class _Compared(NamedTuple):
-    """What stays of one passage: its logits in the usual passes, and how far those of the other ways were from them.
-
-    Only one passage is there in all ways, since those of all together take gigabytes where the vocabulary is large. engine,
-    block, leak: as `differences` gives them.
-    """
-
-    whole: Array
-    engine: Array | None
-    block: Array
-    leak: Array
-    flips: int
-
-
-def _compared(model: CachedEngine, passage: Passage, own: Array | None) -> _Compared:
-    longest = model.engine.block_length
-    size = min(BLOCK, longest)  # static graphs may take fewer
-    whole, singles, blocks = (fed(model, passage, count) for count in (longest, 1, size))
-    others = _with_other_drafts(model, passage, size)
-    return _Compared(
-        whole,
-        None if own is None else differences(whole, own[: len(whole)]),
-        differences(blocks, singles),
-        differences(others, blocks[::size]),
-        int((blocks.argmax(1) != singles.argmax(1)).sum()),
-    )
+        check.engine_relative = _together(own_parts)
+    check.block_largest = float(np.max([part[:, 2].max() for part in block_parts]))
+    check.block_relative, check.block_leak = _together(block_parts), _together(leaks)
+    return usual
 
 
 def _with_other_drafts(model: CachedEngine, passage: Passage, size: int) -> Array:
@@ -281,26 +267,21 @@ def measure(
     check: FileCheck, seen: Sequence[Array], wanted: Sequence[Array], passages: Sequence[Passage]
 ) -> None:
     """Note how far the logits `seen` [n, V] of every passage are from those of the model, where both have some."""
-    largest, total, divergence, same, count, entries = 0.0, 0.0, 0.0, 0, 0, 0
-    losses: list[float] = []
-    model_losses: list[float] = []
+    largest, total, entries, following = 0.0, 0.0, 0, 0
+    counts = list[Counts]()
     for a, b, passage in zip(seen, wanted, passages, strict=True):
         a, b = a[: len(b)], b[: len(a)]
         difference = np.abs(a - b)
         largest = max(largest, float(difference.max())) if np.isfinite(difference).all() else float("nan")
-        total += float(difference.sum(dtype=np.float64))
-        ours, theirs = log_softmax(a), log_softmax(b)
-        divergence += float((np.exp(theirs) * (theirs - ours)).sum())
-        same += int((a.argmax(1) == b.argmax(1)).sum())
-        count, entries = count + len(a), entries + a.size
-        following = passage.compared[1 : len(a)]
-        places = np.arange(len(following)), np.asarray(following, dtype=np.int64)
-        losses += (-ours[places]).tolist()
-        model_losses += (-theirs[places]).tolist()
+        total, entries = total + float(difference.sum(dtype=np.float64)), entries + a.size
+        tokens = passage.compared[1 : len(a)]
+        following += len(tokens)
+        counts.append(count(a, b, tokens))
+    positions, same, kl, _, loss, model_loss = map(sum, zip(*counts, strict=True))
     check.largest, check.mean = largest, total / entries
-    check.top1, check.kl, check.positions = same / count, divergence / count, count
-    if losses:
-        perplexity, of_model = (float(np.exp(np.mean(each))) for each in (losses, model_losses))
+    check.top1, check.kl, check.positions = same / positions, kl / positions, positions
+    if following:
+        perplexity, of_model = (float(np.exp(each / following)) for each in (loss, model_loss))
         if np.isfinite(of_model):
             check.perplexity, check.torch_perplexity = perplexity, of_model
 

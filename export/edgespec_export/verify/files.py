@@ -26,18 +26,18 @@ from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.quality import Answers
 from edgespec_export.answers.verdict import BOUNDS as VERDICTS
 from edgespec_export.formats.export import ExportedFile
-from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause, as_json
+from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause
 from edgespec_export.verify.file_check import (
     BLOCK,
     BOUNDS,
-    SMALL,
     FastCheck,
     FileCheck,
     compare_engine,
-    fast_opener,
+    has_engine,
+    has_fast_mode,
     judge,
     measure,
-    opener,
+    open_file,
     passages_of,
 )
 from edgespec_export.verify.readback import gguf_settings
@@ -92,13 +92,12 @@ class Standard:
         """Measure one file and hold it against the bounds of its precision."""
         check = FileCheck(file.role, file.engine, file.precision, checked_with=file.engine, stored=file.held)
         own = self.read(check, file)
-        threads, context = 1 if self.shape.parameters < SMALL else None, context_for(self.longest + BLOCK)
-        open_engine = opener(file, threads, context)
-        if open_engine is None:
+        opened = partial(open_file, file, self.shape.parameters, context_for(self.longest + BLOCK))
+        if not has_engine(file):
             check.checked_with, seen = self.without_engine, own
         else:
             answer = partial(self.answers, file, samples=True)
-            seen = compare_engine(check, open_engine, self.passages, own, answer)
+            seen = compare_engine(check, opened(), self.passages, own, answer)
             check.positions, check.rope_border = sum(map(len, seen)), self.shape.rope_border
         if seen is not None:
             if self.logits is not None:
@@ -106,11 +105,10 @@ class Standard:
             elif file.held in MOST_EXACT:
                 self.logits = seen
         del seen  # those of the fast mode take its place
-        open_fast = fast_opener(file, threads, context)
-        if open_engine is not None and open_fast is not None:
+        if has_engine(file) and has_fast_mode(file):
             check.fast = FastCheck()
             answer = partial(self.answers, file, samples=False)
-            compare_engine(check.fast, open_fast, self.passages, own, answer)
+            compare_engine(check.fast, opened(fast=True), self.passages, own, answer)
         judge(check)
         return check
 
@@ -169,7 +167,7 @@ def verify_files(
         "replies": [asdict(reply) for reply in replies],
         "files": [asdict(check) for check in checks],
         "tokenizers": [asdict(check) for check in tokenizers],
-        "acceptance": as_json(runs),
+        "acceptance": runs,
     }
 
 

@@ -5,8 +5,7 @@ Of acceptance it has raw counts; intervals and bounds are derived here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from edgespec.core.files import read_json
 from edgespec.core.metrics import bootstrap, ratio_of_sums
 from edgespec.core.table import interval, many, table
 from edgespec_export.answers.report import answers_report
-from edgespec_export.verify.exported_pair import FLOAT_PAIR, PairRun, Trial, from_json
+from edgespec_export.verify.exported_pair import FLOAT_PAIR, Trial, trials_of
 from edgespec_export.verify.tokenizers import tokenizer_table
 
 HEADERS = (
@@ -23,6 +22,7 @@ HEADERS = (
     *("checked with", ""),
 )
 Interval = tuple[float, float, float]
+Run = Mapping[str, Any]
 
 # Most that α may fall against the float pair, where weights are rounded so little that it should not; an interval that lies
 # wholly below breaks the bound. What 4 bits cost is told and not bounded: on a small model it is much.
@@ -97,74 +97,45 @@ def _numbers(measured: dict[str, Any], *names: str) -> list[str]:
     return ["-" if value is None else f"{value:.1e}" for value in values]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One pair at one temperature, with 95 % bootstrap intervals over prompts.
+def paired(stored: Sequence[Run]) -> Iterator[tuple[Run, list[tuple[Trial, Trial]]]]:
+    """Every run of verify.json's `acceptance`, and its trials beside those of the engine's float pair on the same prompts.
 
-    `change` and `tau_change`: teacher-forced α and τ less those of the engine's float pair on the same prompts; None for that
-    pair itself and where there is none.
+    Nothing beside the float pair itself, and where there is none.
     """
-
-    run: PairRun
-    tau: Interval
-    empirical: Interval
-    teacher_forced: Interval
-    change: Interval | None
-    tau_change: Interval | None
-
-    @property
-    def broken(self) -> str:
-        """The bound it breaks, in words; '' for none."""
-        most = MOST_LOST.get(self.run.precision)
-        if most is None or self.change is None or len(self.run.trials) < FEWEST or not self.change[2] < -most:
-            return ""
-        return f"α is {-self.change[0]:.2f} below the float pair's, more than {most:g}"
+    floats = {(run["engine"], run["temperature"]): run for run in stored if run["cause"] == FLOAT_PAIR}
+    for run in stored:
+        base = floats.get((run["engine"], run["temperature"]), run)
+        yield run, [] if base is run else list(zip(trials_of(run), trials_of(base), strict=False))
 
 
-def rows_of(runs: Sequence[PairRun]) -> list[Row]:
-    """Every run with its intervals, in the order given."""
-    floats = {(run.engine, run.temperature): run for run in runs if run.cause == FLOAT_PAIR}
-    rows = []
-    for run in runs:
-        base = floats.get((run.engine, run.temperature))
-        tau, empirical, forced = (bootstrap(run.trials, each) for each in (TAU, EMPIRICAL, TEACHER_FORCED))
-        change = tau_change = None
-        if base is not None and base is not run:
-            paired = list(zip(run.trials, base.trials, strict=False))
-            change, tau_change = (bootstrap(paired, _difference(each)) for each in (TEACHER_FORCED, TAU))
-        rows.append(Row(run, tau, empirical, forced, change, tau_change))
-    return rows
+def change(pairs: Sequence[tuple[Trial, Trial]], statistic: Callable[[Sequence[Trial]], float]) -> Interval:
+    """A statistic less the float pair's."""
 
-
-def _difference(
-    statistic: Callable[[Sequence[Trial]], float],
-) -> Callable[[Sequence[tuple[Trial, Trial]]], float]:
-    def paired(items: Sequence[tuple[Trial, Trial]]) -> float:
+    def difference(items: Sequence[tuple[Trial, Trial]]) -> float:
         return statistic([mine for mine, _ in items]) - statistic([theirs for _, theirs in items])
 
-    return paired
+    return bootstrap(pairs, difference)
 
 
-def acceptance_table(stored: Sequence[dict[str, Any]], *, markdown: bool = False) -> str:
-    """verify.json's `acceptance` as a table; '' where nothing was run."""
-    rows = rows_of(from_json(stored))
-    if not rows:
-        return ""
+def acceptance_table(stored: Sequence[Run], *, markdown: bool = False) -> str:
+    """verify.json's `acceptance` as a table, with 95 % bootstrap intervals over prompts; '' where nothing was run."""
     headers = ("pair", "T", "τ", "α empirical", "α teacher-forced", "α against float", "τ against float", "")
-    cells = [
-        (
-            f"{row.run.engine} {row.run.precision}: {row.run.cause}",
-            f"{row.run.temperature:g}",
-            interval(*row.tau),
-            interval(*row.empirical, 3),
-            interval(*row.teacher_forced, 3),
-            "" if row.change is None else signed(row.change, 3),
-            "" if row.tau_change is None else signed(row.tau_change, 2),
-            "BROKEN" if row.broken else "",
+    cells = []
+    for run, pairs in paired(stored):
+        trials = trials_of(run)
+        cells.append(
+            (
+                f"{run['engine']} {run['precision']}: {run['cause']}",
+                f"{run['temperature']:g}",
+                interval(*bootstrap(trials, TAU)),
+                interval(*bootstrap(trials, EMPIRICAL), 3),
+                interval(*bootstrap(trials, TEACHER_FORCED), 3),
+                signed(change(pairs, TEACHER_FORCED), 3) if pairs else "",
+                signed(change(pairs, TAU), 2) if pairs else "",
+                "BROKEN" if _broken(run, pairs) else "",
+            )
         )
-        for row in rows
-    ]
-    return table(headers, cells, markdown=markdown)
+    return table(headers, cells, markdown=markdown) if cells else ""
 
 
 def signed(value: Interval, digits: int) -> str:
@@ -172,7 +143,7 @@ def signed(value: Interval, digits: int) -> str:
     return f"{value[0]:+.{digits}f} [{value[1]:+.{digits}f}, {value[2]:+.{digits}f}]"
 
 
-def about(stored: Sequence[dict[str, Any]]) -> str:
+def about(stored: Sequence[Run]) -> str:
     """The line above the table: what was run."""
     if not stored:
         return ""
@@ -183,11 +154,19 @@ def about(stored: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def broken_bounds(stored: Sequence[dict[str, Any]]) -> list[str]:
+def broken_bounds(stored: Sequence[Run]) -> list[str]:
     """What is to be said of every bound that is broken."""
-    bounded = [run for run in stored if run["cause"] == FLOAT_PAIR or run["precision"] in MOST_LOST]
     return [
-        f"{row.run.engine} {row.run.precision}, {row.run.cause}, T = {row.run.temperature:g}: {row.broken}"
-        for row in rows_of(from_json(bounded))
-        if row.broken
+        f"{run['engine']} {run['precision']}, {run['cause']}, T = {run['temperature']:g}: {words}"
+        for run, pairs in paired(stored)
+        if (words := _broken(run, pairs))
     ]
+
+
+def _broken(run: Run, pairs: Sequence[tuple[Trial, Trial]]) -> str:
+    """The bound that a run breaks, in words; '' for none."""
+    most = MOST_LOST.get(run["precision"])
+    if most is None or not pairs or len(run["trials"]) < FEWEST:
+        return ""
+    value, _, high = change(pairs, TEACHER_FORCED)
+    return f"α is {-value:.2f} below the float pair's, more than {most:g}" if high < -most else ""

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from edgespec_export.bundle.card import MAX_TEXT, Card, CardFile, licence_of, plain, rates_of
 from edgespec_export.bundle.card_engines import hub_id
-from edgespec_export.verify.exported_pair import DRAFTER, FLOAT_PAIR, PairRun, Trial, as_json
+from edgespec_export.verify.exported_pair import DRAFTER, FLOAT_PAIR
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -96,12 +96,13 @@ def row(text: str, first: str) -> list[str]:
 
 
 def test_what_quantising_cost_is_shown() -> None:
-    base = PairRun(
-        "llama.cpp", "f16", FLOAT_PAIR, "f16", "f16", 0.0, 3, (Trial(10, 30, 30, 20, 30, 20.0),) * 12
-    )
-    trials = (Trial(10, 27, 30, 17, 30, 17.0),) * 12
-    worse = replace(base, precision="q8_0", cause=DRAFTER, drafter="q8_0", trials=trials)
-    text = replace(CARD, verification={"acceptance": as_json([base, worse])}).text()
+    base = {
+        **{"engine": "llama.cpp", "precision": "f16", "cause": FLOAT_PAIR, "target": "f16", "drafter": "f16"},
+        **{"temperature": 0.0, "draft_length": 3, "trials": [[10, 30, 30, 20, 30, 20.0]] * 12},
+    }
+    trials = [[10, 27, 30, 17, 30, 17.0]] * 12
+    worse = base | {"precision": "q8_0", "cause": DRAFTER, "drafter": "q8_0", "trials": trials}
+    text = replace(CARD, verification={"acceptance": [base, worse]}).text()
     assert "12 held-out prompts, γ = 3" in text
     assert row(text, f"llama.cpp q8_0: {DRAFTER}")[1:3] == ["0", "2.70 [2.70, 2.70]"]
     assert "-0.100 [-0.100, -0.100]" in text

@@ -11,7 +11,6 @@ from edgespec_export.bundle import default_choice, draft_side
 from edgespec_export.bundle.default_choice import choose_default
 from edgespec_export.bundle.draft_side import choose_drafters, draft_table
 from edgespec_export.formats.export import ExportedFile
-from edgespec_export.verify.exported_pair import PairRun, Trial, as_json
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.engines.exactness import EXACT
 
@@ -19,10 +18,9 @@ OWN, FLOAT = ("onnxruntime", "int4", "int4"), ("onnxruntime", "int4", "fp32")
 STEP = {"int4": 0.1, "fp32": 0.15}  # plain steps
 
 
-def run(key: tuple[str, str, str], alpha: float, temperature: float = 0.0) -> PairRun:
-    engine, target, drafter = key
-    trial = Trial(1, 1, 1, 1, 100, 100 * alpha)
-    return PairRun(engine, target, "", target, drafter, temperature, 3, (trial, trial))
+def run(key: tuple[str, str, str], alpha: float, temperature: float = 0.0) -> dict[str, Any]:
+    names = dict(zip(("engine", "target", "drafter"), key, strict=True))
+    return {**names, "temperature": temperature, "trials": [[1, 1, 1, 1, 100, 100 * alpha]] * 2}
 
 
 @pytest.fixture
@@ -62,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 def test_the_drafter_that_promises_more_tokens_a_second_is_taken(
     files: list[ExportedFile], clock: list[tuple[str, str]], own: float, floats: float, taken: str
 ) -> None:
-    acceptance = as_json([run(OWN, own), run(FLOAT, floats), run(OWN, 0.0, 1.0), run(FLOAT, 1.0, 1.0)])
+    acceptance = [run(OWN, own), run(FLOAT, floats), run(OWN, 0.0, 1.0), run(FLOAT, 1.0, 1.0)]
     found, candidates = choose_drafters(files, None, {}, {"acceptance": acceptance})
     beside = {(file.role, file.precision): (file.path.name, file.held) for file in found}
     assert beside["drafter", "int4"] == (f"drafter-{taken}", taken)
@@ -76,7 +74,7 @@ def test_the_drafter_that_promises_more_tokens_a_second_is_taken(
     assert len(shown.splitlines()) == 4
 
 
-@pytest.mark.parametrize("acceptance", [[], as_json([run(OWN, 0.5)]), as_json([run(FLOAT, 0.5)])])
+@pytest.mark.parametrize("acceptance", [[], [run(OWN, 0.5)], [run(FLOAT, 0.5)]])
 def test_where_nothing_can_be_compared_nothing_is_timed(
     files: list[ExportedFile], clock: list[tuple[str, str]], acceptance: list[dict[str, Any]]
 ) -> None:
@@ -86,7 +84,7 @@ def test_where_nothing_can_be_compared_nothing_is_timed(
 
 def test_a_head_has_one_file(files: list[ExportedFile], clock: list[tuple[str, str]]) -> None:
     heads = [replace(file, is_head=file.role == "drafter") for file in files]
-    acceptance = as_json([run(OWN, 0.1), run(FLOAT, 0.9)])
+    acceptance = [run(OWN, 0.1), run(FLOAT, 0.9)]
     assert choose_drafters(heads, None, {}, {"acceptance": acceptance}) == (heads, [])
     assert clock == []
 
@@ -105,7 +103,7 @@ def test_another_program_beside_one_turn_does_not_decide(
         return Costs((256,), ((slow, 1.1 * slow, 1.2 * slow, 1.3 * slow, 1.4 * slow),), (0.1 * slow,))
 
     monkeypatch.setattr(draft_side, "calibrate", calibrate)
-    acceptance = as_json([run(OWN, 0.7), run(FLOAT, 0.6)])
+    acceptance = [run(OWN, 0.7), run(FLOAT, 0.6)]
     _, candidates = choose_drafters(files, None, {}, {"acceptance": acceptance})
     assert [one.drafter for one in candidates if one.chosen] == ["int4"]
     clock.clear()

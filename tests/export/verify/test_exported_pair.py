@@ -6,32 +6,39 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.replies import Questions
 from edgespec_export.formats.export import ExportedFile, export_pair, exported_files
-from edgespec_export.verify import exported_pair
+from edgespec_export.verify import exported_pair, file_check
 from edgespec_export.verify.exported_pair import (
     BOTH,
     DRAFTER,
     FLOAT_PAIR,
     TARGET,
-    PairRun,
+    Pair,
     Trial,
     Trials,
     acceptance_by_cause,
-    as_json,
-    from_json,
-    open_file,
     open_first_pair,
     overlaps,
     pairs_of,
+    trials_of,
 )
-from edgespec_export.verify.file_check import fast_opener
+from edgespec_export.verify.file_check import has_fast_mode, open_file
 from edgespec_export.verify.files import Standard
-from edgespec_export.verify.report import about, acceptance_table, broken_bounds, rows_of
+from edgespec_export.verify.report import (
+    TAU,
+    TEACHER_FORCED,
+    about,
+    acceptance_table,
+    broken_bounds,
+    change,
+    paired,
+)
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, write_vocabulary
@@ -41,6 +48,7 @@ from tiny_models import make_model_folder
 
 from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json
+from edgespec.core.metrics import bootstrap
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import ExportOptions
 
@@ -62,7 +70,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[ExportedFile]:
 @pytest.fixture
 def floats(files: list[ExportedFile]) -> Iterator[tuple[CachedEngine, CachedEngine]]:
     """The fp32 files of target and drafter, opened."""
-    engines = [open_file(file, PARAMETERS[file.role], None, 64) for file in files if file.precision == "fp32"]
+    engines = [open_file(file, PARAMETERS[file.role], 64) for file in files if file.precision == "fp32"]
     yield CachedEngine(engines[0]), CachedEngine(engines[1])
     for engine in engines:
         engine.close()
@@ -138,33 +146,33 @@ def test_the_most_exact_file_is_the_standard_whatever_its_pairs_name(files: list
 
 def test_the_fast_mode_is_that_of_what_a_file_holds() -> None:
     [file] = named("llama.cpp", "q8_0")[1:]
-    assert fast_opener(file, None, None) is not None
-    assert fast_opener(replace(file, stored="f16"), None, None) is None
+    assert has_fast_mode(file)
+    assert not has_fast_mode(replace(file, stored="f16"))
 
 
 @pytest.fixture(scope="module")
-def runs(files: list[ExportedFile]) -> list[PairRun]:
+def runs(files: list[ExportedFile]) -> list[dict[str, Any]]:
     return acceptance_by_cause(files, PARAMETERS, None, Trials(PROMPTS, frozenset({2}), max_new_tokens=24))
 
 
-def test_what_is_run_and_counted(runs: list[PairRun]) -> None:
-    assert [(run.cause, run.temperature) for run in runs] == [
+def test_what_is_run_and_counted(runs: list[dict[str, Any]]) -> None:
+    assert [(run["cause"], run["temperature"]) for run in runs] == [
         (cause, temperature) for cause in (FLOAT_PAIR, DRAFTER, TARGET, BOTH) for temperature in (0.0, 1.0)
     ]
     for run in runs:
-        assert len(run.trials) == len(PROMPTS)
-        for trial in run.trials:
+        assert len(run["trials"]) == len(PROMPTS)
+        for trial in run["trials"]:
             assert 1 <= trial.blocks <= trial.emitted <= 24
             assert trial.accepted <= trial.tested
             assert 0 <= trial.overlap <= trial.positions
     for temperature in (0.0, 1.0):  # all pairs read the float pair's text
-        same = [run for run in runs if run.temperature == temperature]
-        assert len({tuple(trial.positions for trial in run.trials) for run in same}) == 1
-    assert all(trial.emitted == trial.positions for trial in runs[0].trials)  # the float pair's, greedy
+        same = [run for run in runs if run["temperature"] == temperature]
+        assert len({tuple(trial.positions for trial in run["trials"]) for run in same}) == 1
+    assert all(trial.emitted == trial.positions for trial in runs[0]["trials"])  # the float pair's, greedy
     # at temperature 0 a token passes where the argmaxes agree: what is counted is what is expected, and both move with int4
-    greedy = [run for run in runs if run.temperature == 0]
-    assert len({tuple(trial.overlap for trial in run.trials) for run in greedy}) == 4
-    assert all(trial.overlap == int(trial.overlap) for run in greedy for trial in run.trials)
+    greedy = [run for run in runs if run["temperature"] == 0]
+    assert len({tuple(trial.overlap for trial in run["trials"]) for run in greedy}) == 4
+    assert all(trial.overlap == int(trial.overlap) for run in greedy for trial in run["trials"])
 
 
 def test_the_text_that_is_read_is_the_one_given(floats: tuple[CachedEngine, CachedEngine]) -> None:
@@ -178,7 +186,9 @@ def test_the_text_that_is_read_is_the_one_given(floats: tuple[CachedEngine, Cach
     assert wrote[1.0] != text[1.0]
 
 
-def test_the_numbers_are_the_same_when_run_again(files: list[ExportedFile], runs: list[PairRun]) -> None:
+def test_the_numbers_are_the_same_when_run_again(
+    files: list[ExportedFile], runs: list[dict[str, Any]]
+) -> None:
     trials = Trials(PROMPTS, frozenset({2}), max_new_tokens=24)
     float_files = [file for file in files if file.precision == "fp32"]
     again = acceptance_by_cause(float_files, PARAMETERS, None, trials)
@@ -205,7 +215,7 @@ def test_overlap_is_one_less_tvd(floats: tuple[CachedEngine, CachedEngine]) -> N
 def test_prompts_that_take_too_long_are_left_out_for_all(files: list[ExportedFile]) -> None:
     trials = Trials(PROMPTS, frozenset({2}), max_new_tokens=4, temperatures=(0.0,), seconds=0.0)
     found = acceptance_by_cause(files, PARAMETERS, None, trials)
-    assert [len(run.trials) for run in found] == [3] * 4
+    assert [len(run["trials"]) for run in found] == [3] * 4
 
 
 def test_a_pair_that_does_not_open_leaves_nothing_open(
@@ -226,36 +236,38 @@ def test_a_pair_that_does_not_open_leaves_nothing_open(
 
 def test_nothing_to_run(files: list[ExportedFile], monkeypatch: pytest.MonkeyPatch) -> None:
     assert acceptance_by_cause(files, PARAMETERS, None, Trials([], frozenset())) == []
-    monkeypatch.setattr(exported_pair, "is_available", lambda: False)
+    monkeypatch.setattr(file_check, "is_available", lambda: False)
     trials = Trials(PROMPTS, frozenset())
     assert acceptance_by_cause(named("llama.cpp", "q8_0"), PARAMETERS, None, trials) == []
     assert acceptance_table([]) == about([]) == ""
 
 
-def test_stored_runs_come_back(runs: list[PairRun]) -> None:
-    stored = json.loads(json.dumps(as_json(runs)))
-    assert from_json(stored) == runs
+def test_stored_runs_come_back(runs: list[dict[str, Any]]) -> None:
+    stored = json.loads(json.dumps(runs))
+    assert [run | {"trials": trials_of(run)} for run in stored] == runs
     text = acceptance_table(stored)
     assert text.count("onnxruntime int4: both quantised") == 2
     assert about(stored).startswith("4 held-out prompts, γ = 3")
     assert acceptance_table(stored, markdown=True).startswith("| pair")
 
 
-def made(precision: str, cause: str, accepted: int, prompts: int = 20) -> PairRun:
+def made(precision: str, cause: str, accepted: int, prompts: int = 20) -> dict[str, Any]:
     """Every prompt: 10 blocks, 30 tested; α = accepted / 30 by both counts, a little more in every second prompt."""
     more = [accepted + number % 2 for number in range(prompts)]
-    trials = tuple(Trial(10, 10 + one, 30, one, 30, float(one)) for one in more)
-    return PairRun("llama.cpp", precision, cause, "f16", precision, 0.0, 3, trials)
+    trials = [Trial(10, 10 + one, 30, one, 30, float(one)) for one in more]
+    pair = Pair("llama.cpp", precision, cause, "f16", precision)
+    return {**pair._asdict(), "temperature": 0.0, "draft_length": 3, "trials": trials}
 
 
 def test_the_difference_is_paired() -> None:
     """Both pairs vary over prompts, their difference does not: the interval has no width."""
-    base, other = rows_of([made("f16", FLOAT_PAIR, 20), made("q8_0", DRAFTER, 17)])
-    assert base.change is base.tau_change is None
-    assert base.tau[0] == pytest.approx(3.05)
-    assert base.teacher_forced[1] < base.teacher_forced[0] < base.teacher_forced[2]
-    assert other.change == pytest.approx((-0.1,) * 3)
-    assert other.tau_change == pytest.approx((-0.3,) * 3)
+    (base, alone), (_, pairs) = paired([made("f16", FLOAT_PAIR, 20), made("q8_0", DRAFTER, 17)])
+    assert alone == []
+    assert bootstrap(base["trials"], TAU)[0] == pytest.approx(3.05)
+    value, low, high = bootstrap(base["trials"], TEACHER_FORCED)
+    assert low < value < high
+    assert change(pairs, TEACHER_FORCED) == pytest.approx((-0.1,) * 3)
+    assert change(pairs, TAU) == pytest.approx((-0.3,) * 3)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +278,7 @@ def test_a_fall_that_the_precision_does_not_explain(
     precision: str, accepted: int, prompts: int, broken: bool
 ) -> None:
     """8 bits may cost 0.05; 4 bits what they cost; and of nine prompts nothing is concluded."""
-    stored = as_json([made("f16", FLOAT_PAIR, 20, prompts), made(precision, TARGET, accepted, prompts)])
+    stored = [made("f16", FLOAT_PAIR, 20, prompts), made(precision, TARGET, accepted, prompts)]
     found = broken_bounds(stored)
     assert bool(found) is broken
     assert ("BROKEN" in acceptance_table(stored)) is broken
@@ -277,6 +289,6 @@ def test_a_fall_that_the_precision_does_not_explain(
 
 
 def test_without_float_files_there_is_no_difference() -> None:
-    row = rows_of([replace(made("q8_0", BOTH, 5), target="q8_0")])[0]
-    assert row.change is None
-    assert row.broken == ""
+    alone = [made("q8_0", BOTH, 5) | {"target": "q8_0"}]
+    assert [pairs for _, pairs in paired(alone)] == [[]]
+    assert broken_bounds(alone) == []

@@ -77,9 +77,9 @@ def test_one_passage_at_a_time_is_there_in_all_ways() -> None:
     engine = ToyEngine(random_model(0, 4000), 4000, block_length=24)
     own = [fed(CachedEngine(engine), passage, 24) for passage in passages]
     check = FileCheck("target", "toy", "fp32", "toy")
-    compare_engine(check, lambda: engine, passages, own)  # the toy remembers what it has computed
+    compare_engine(check, engine, passages, own)  # the toy remembers what it has computed
     tracemalloc.start()
-    seen = compare_engine(check, lambda: engine, passages, own)
+    seen = compare_engine(check, engine, passages, own)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (check.engine_relative, check.block_relative, check.block_leak, check.block_flips) == (0, 0, 0, 0)
@@ -104,7 +104,7 @@ def test_activations_rounded_by_block_leak(families: dict[str, Path], tmp_path: 
     passages = [Passage(np.random.default_rng(0).integers(4, 512, 24).tolist())]
     exact, rounded = (FileCheck("drafter", "onnxruntime", "fp32", "onnxruntime") for _ in "ab")
     for check, name in ((exact, "fp32"), (rounded, "dynamic")):
-        compare_engine(check, lambda name=name: OnnxRuntimeEngine(tmp_path / name, threads=1), passages, None)  # type: ignore[misc]
+        compare_engine(check, OnnxRuntimeEngine(tmp_path / name, threads=1), passages, None)
         judge(check)
     assert exact.block_leak is not None
     assert exact.block_leak < 1e-6

@@ -14,7 +14,7 @@ from edgespec_export.formats.export import ExportedFile, export_pair, exported_f
 from edgespec_export.gguf import to_gguf
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify import exported_pair, file_check
+from edgespec_export.verify import file_check
 from edgespec_export.verify import pair as verify
 from edgespec_export.verify import tokenizers as verify_tokenizers
 from edgespec_export.verify.file_check import FileCheck, judge
@@ -51,7 +51,7 @@ def llama(families: dict[str, Path]) -> Reference:
 @pytest.fixture(params=["llama.cpp", "no llama.cpp"])
 def with_and_without_llama_cpp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "no llama.cpp":
-        for module in (file_check, verify_tokenizers, exported_pair):
+        for module in (file_check, verify_tokenizers):
             monkeypatch.setattr(module, "is_available", lambda: False)
     return bool(request.param == "llama.cpp")
 
