@@ -69,6 +69,12 @@ def interval(value: float, low: float, high: float, digits: int = 2) -> str:
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
+def sampling_words(temperature: float, top_p: float) -> str:
+    """`greedy`, or `T = 0.6, top-p 0.9`."""
+    words = "greedy" if temperature == 0 else f"T = {temperature:g}"
+    return words + (f", top-p {top_p:g}" if temperature and top_p < 1 else "")
+
+
 def many(number: int, word: str) -> str:
     """(1, 'prompt') -> '1 prompt', (3, 'prompt') -> '3 prompts'."""
     return f"{number} {word}{'s' * (number != 1)}"

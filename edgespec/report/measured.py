@@ -9,6 +9,7 @@ from operator import itemgetter
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts, bootstrap, ratio_of_sums
 from edgespec.core.output import note
+from edgespec.core.table import sampling_words
 from edgespec.report.fields import Fields, Interval
 
 PLAIN, AUTO = 0, -1  # draft lengths of a plain run, and of one whose draft lengths were chosen
@@ -124,8 +125,7 @@ class Setting(Fields):
 
     @property
     def sampling(self) -> str:
-        words = "greedy" if self.temperature == 0 else f"T = {self.temperature:g}"
-        return words + (f", top-p {self.top_p:g}" if self.temperature and self.top_p < 1 else "")
+        return sampling_words(self.temperature, self.top_p)
 
     def metric(self, name: str) -> Interval | None:
         return self.object("metrics").interval(name)

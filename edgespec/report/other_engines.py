@@ -40,7 +40,7 @@ def _expected(run: Run) -> list[Part]:
     """α and τ by engine, of the engines that the bundle has files for."""
     if run.manifest is None:
         return []
-    from edgespec_export.bundle.card_engines import commands_of, entries
+    from edgespec_export.bundle.card_engines import entries
     from edgespec_export.other_engines.other_engines import DRAFT_LENGTH
 
     if run.manifest.drafter.vocabulary is not None:
@@ -51,7 +51,7 @@ def _expected(run: Run) -> list[Part]:
     shown: dict[str, Setting] = {}
     for one in run.settings:
         shown.setdefault(one.sampling, one)
-    known = entries(commands_of(run.manifest))
+    known = entries(run.manifest)
     if not shown or not known:
         return []
     rows = []

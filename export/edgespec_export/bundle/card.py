@@ -17,10 +17,21 @@ from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.manifest import HEAD, Manifest
 from edgespec.core.table import count, interval, table
+from edgespec.recipe.devices import LLAMACPP
 from edgespec.recipe.targets import FoundTarget
 from edgespec_export.answers.report import answers_table, warnings
 from edgespec_export.answers.verdict import CLOSE, CLOSE_ANSWERS, SAME, SAME_ANSWERS, modes_of
-from edgespec_export.bundle.card_engines import Rates, Values, commands_of, engine_sections, hub_id
+from edgespec_export.bundle.card_engines import (
+    GENAI,
+    LOSSLESS,
+    Setting,
+    Values,
+    engine_sections,
+    entries,
+    hub_id,
+    rate_of,
+    where_of,
+)
 from edgespec_export.bundle.default_choice import TIMED_FILES, choice_table
 from edgespec_export.verify.report import about, acceptance_table
 
@@ -78,8 +89,11 @@ class Card:
                 fields["license_name"] = note
         if repo := hub_id(self.manifest.target.source):
             fields["base_model"] = repo
-        tags, commands = ["speculative-decoding", "draft-model"], commands_of(self.manifest)
-        fields["tags"] = tags + ["onnx"] * bool(commands.onnx) + ["gguf"] * bool(commands.gguf)
+        tags, known = (
+            ["speculative-decoding", "draft-model"],
+            [entry.name for entry in entries(self.manifest)],
+        )
+        fields["tags"] = tags + ["onnx"] * (GENAI in known) + ["gguf"] * (LLAMACPP in known)
         return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=10_000)}---\n\n"
 
     def _head(self) -> str:
@@ -102,9 +116,10 @@ class Card:
 
     def _measured(self) -> str:
         rows = []
-        for rates in rates_of(self.evaluation):
-            values = (rates.tau, rates.lossless, rates.match_greedy, rates.match_sampled)
-            rows.append((f"{rates.where}, γ = {rates.draft_length}", *map(_shown, values)))
+        for setting in settings_of(self.evaluation):
+            rates = (rate_of(setting, rule) for rule in (LOSSLESS, "match_greedy", "match_sampled"))
+            values = (setting["metrics"].get("tau"), *rates)
+            rows.append((f"{where_of(setting)}, γ = {setting['draft_length']}", *map(_shown, values)))
         if not rows:
             return "## Measured\n\nNothing: this bundle was made without an evaluation.\n"
         headers = ("sampling", "τ", "α lossless", "α greedy match", "α sampled match")
@@ -165,7 +180,7 @@ class Card:
                 f"{whose}, which {self.manifest.drafter.vocabulary} maps and edgespec translates.\n"
             )
         else:
-            text = engine_sections(commands_of(self.manifest), rates_of(self.evaluation))
+            text = engine_sections(entries(self.manifest), settings_of(self.evaluation))
         return f"## In other engines\n\n{text}"
 
     def _files(self) -> str:
@@ -224,13 +239,13 @@ def licence_of(note: str) -> tuple[str | None, str]:
     return LICENCES.get(line.partition(";")[0].lower(), "other"), line
 
 
-def rates_of(evaluation: Mapping[str, Any]) -> list[Rates]:
+def settings_of(evaluation: Mapping[str, Any]) -> list[Setting]:
     """The distilled drafter's settings (else those of the last drafter listed), by temperature and γ."""
     settings = evaluation.get("settings") or []
     names = [setting["drafter"] for setting in settings]
     name = "distilled" if "distilled" in names else (names or [""])[-1]
-    found = [Rates.of(setting) for setting in settings if setting["drafter"] == name]
-    return sorted(found, key=lambda rates: (rates.temperature, rates.draft_length))
+    found = [setting for setting in settings if setting["drafter"] == name]
+    return sorted(found, key=lambda setting: (setting["temperature"], setting["draft_length"]))
 
 
 def _torch_weights(provenance: Mapping[str, Any]) -> str:

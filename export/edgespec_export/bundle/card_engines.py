@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.core.manifest import Manifest
-from edgespec.core.table import table
+from edgespec.core.manifest import ROLES, Manifest
+from edgespec.core.table import sampling_words, table
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec_export.other_engines.other_engines import (
     CHECKPOINT,
     DRAFT_LENGTH,
@@ -26,55 +27,12 @@ from edgespec_export.other_engines.other_engines import (
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 Values = tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class Rates:
-    """One setting of an evaluation: τ and α as (value, low, high); None where that build did not measure it."""
-
-    where: str
-    temperature: float
-    draft_length: int
-    tau: Values | None
-    lossless: Values | None
-    match_greedy: Values | None
-    match_sampled: Values | None
-
-    @classmethod
-    def of(cls, setting: Mapping[str, Any]) -> Rates:
-        """From a setting of evaluation.json; older ones have no matching rates."""
-        temperature, top_p = float(setting["temperature"]), float(setting["top_p"])
-        where = "greedy" if temperature == 0 else f"T = {temperature:g}"
-        where += f", top-p {top_p:g}" if temperature and top_p < 1 else ""
-
-        def values(name: str) -> Values | None:
-            metrics = setting["metrics"]
-            found = metrics.get(name)
-            if found is None and temperature == 0:  # there every rule is the agreement of two argmaxes
-                found = metrics.get("alpha_teacher_forced")
-            return (float(found[0]), float(found[1]), float(found[2])) if found else None
-
-        names = ("tau", "alpha_teacher_forced", "alpha_match_greedy", "alpha_match_sampled")
-        return cls(where, temperature, int(setting["draft_length"]), *map(values, names))
-
-
-@dataclass(frozen=True)
-class Commands:
-    """What the commands name: the target (a hub id, or TARGET), and which kinds of files the bundle has for a pair.
-
-    `onnx`: the precision of the bundle's genai_config.json, then those reached by an overlay, each with its graphs; `gguf`: both
-    GGUF files.
-    """
-
-    target: str
-    onnx: Mapping[str, Mapping[str, str]]
-    gguf: tuple[str, str] | None
-    checkpoint: bool
+Setting = Mapping[str, Any]  # of evaluation.json
 
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """An engine's heading, its code block, a remark, and the attribute of Rates that its rule should show."""
+    """An engine's heading, its code block, a remark, and the α of `rate_of` that its rule should show."""
 
     name: str
     rule: str
@@ -83,17 +41,38 @@ class EngineEntry:
     remark: str = ""
 
 
+GENAI = "onnxruntime-genai"
+LOSSLESS = "lossless"
 RATIO, GREEDY = "rejection sampling, min(1, p/q)", "keeps a greedy draft with p(argmax q)"
 
 
-def engine_sections(commands: Commands, rates: Sequence[Rates]) -> str:
+def where_of(setting: Setting) -> str:
+    """How a setting samples, in words."""
+    return sampling_words(setting["temperature"], setting["top_p"])
+
+
+def rate_of(setting: Setting, rule: str) -> Values | None:
+    """α by a rule as (value, low, high); None where that build did not measure it."""
+    forced, metrics = setting["metrics"].get("alpha_teacher_forced"), setting["metrics"]
+    same = (
+        forced if setting["temperature"] == 0 else None
+    )  # there every rule is the agreement of two argmaxes
+    return forced if rule == LOSSLESS else metrics.get(f"alpha_{rule}") or same
+
+
+def engine_sections(known: Sequence[EngineEntry], settings: Sequence[Setting]) -> str:
     """Markdown: the table of expected acceptance rates, then a block for every engine the bundle has files for."""
-    known = entries(commands)
     if not known:
         return "The bundle has no files that another engine reads as a pair.\n"
-    shown = {one.where: one for one in rates if one.draft_length == min(r.draft_length for r in rates)}
+    shortest = min((one["draft_length"] for one in settings), default=0)
+    shown = {where_of(one): one for one in settings if one["draft_length"] == shortest}
     headers = ("engine", "rule", *(f"α, {where}" for where in shown))
-    rows = [(entry.name, entry.rule, *(_rate(one, entry.rate) for one in shown.values())) for entry in known]
+    rows = []
+    for entry in known:
+        # at temperature 0 all rules are one
+        rates = [rate_of(one, entry.rate if one["temperature"] else LOSSLESS) for one in shown.values()]
+        cells = (f"{rate[0]:.2f}" if rate else "not measured" for rate in rates)
+        rows.append((entry.name, entry.rule, *cells))
     head = (
         "Greedy text is the target's own in each of them, and at temperature 0 every rule accepts where two argmaxes agree. "
         "Above it they differ; this is what each should show on prompts like the held-out ones:\n\n"
@@ -106,48 +85,33 @@ def engine_sections(commands: Commands, rates: Sequence[Rates]) -> str:
     return head + "\n".join(blocks)
 
 
-def _rate(rates: Rates, name: str) -> str:
-    values: Values | None = rates.lossless if rates.temperature == 0 else getattr(rates, name)
-    return f"{values[0]:.2f}" if values else "not measured"
-
-
-def commands_of(manifest: Manifest) -> Commands:
-    """What a bundle has files for; nothing where the drafter has token numbers of its own, which only edgespec translates."""
-    models, default = (manifest.target, manifest.drafter), manifest.default["precision"]
-    pairs = manifest.pairs() if manifest.drafter.vocabulary is None else []
-    onnx = [precision for engine, precision in pairs if engine == "onnxruntime"]
-    gguf = [precision for engine, precision in pairs if engine == "llama.cpp"]
-    # the default, else Q8_0, which changes least, else the last (exporters list the smallest there)
-    named = next((name for name in (default, "q8_0", *gguf[-1:]) if name in gguf), None)
-    target, drafter = (model.files["llama.cpp"][named] if named else "" for model in models)
-    genai = genai_precisions(onnx, default, manifest.lists) if GENAI_SETTINGS in manifest.files else ()
-    return Commands(
-        target=hub_id(manifest.target.source) or "TARGET",
-        onnx={name: genai_graphs(name, manifest.default, manifest.lists) for name in genai},
-        gguf=(target, drafter) if named else None,
-        checkpoint=manifest.lists(CHECKPOINT),
-    )
-
-
 def hub_id(source: str) -> str | None:
     """ORGANISATION/MODEL of a source like it or with @revision behind it; None of any other (a folder, 'made here')."""
     repo = source.partition("@")[0]
     return repo if HUB_ID.fullmatch(repo) else None
 
 
-def entries(commands: Commands) -> list[EngineEntry]:
-    """The engines that can run the pair."""
+def entries(manifest: Manifest) -> list[EngineEntry]:
+    """The engines that can run the pair; none where the drafter has token numbers of its own, which only edgespec translates."""
     found = []
-    if commands.gguf:
-        files = " ".join(f"{flag} {file}" for flag, file in zip(("-m", "-md"), commands.gguf, strict=True))
+    default, repo = manifest.default["precision"], hub_id(manifest.target.source) or "TARGET"
+    pairs = manifest.pairs() if manifest.drafter.vocabulary is None else []
+    gguf = [precision for engine, precision in pairs if engine == LLAMACPP]
+    if gguf:
+        # the default, else Q8_0, which changes least, else the last (exporters list the smallest there)
+        named = next(name for name in (default, "q8_0", gguf[-1]) if name in gguf)
+        target, drafter = (manifest.model(role).files[LLAMACPP][named] for role in ROLES)
         draft = f"--spec-type draft-simple --spec-draft-n-max {DRAFT_LENGTH}"
         found.append(
             EngineEntry(
-                "llama.cpp", GREEDY, "match_greedy", f"llama-server {files} {draft}",
+                LLAMACPP, GREEDY, "match_greedy", f"llama-server -m {target} -md {drafter} {draft}",
                 "It counts accepted of *drafted* tokens (`timings.draft_n_accepted` of `draft_n`): (τ − 1)/γ, which is below α.",
             )
         )  # fmt: skip
-    if commands.onnx:
+    onnx = [precision for engine, precision in pairs if engine == ONNXRUNTIME]
+    genai = genai_precisions(onnx, default, manifest.lists) if GENAI_SETTINGS in manifest.files else []
+    if genai:
+        first, *others = genai  # that of the bundle's genai_config.json, then those reached by an overlay
         code = (
             "import onnxruntime_genai as og\n"
             'model = og.Model(".")                    # genai_config.json names both models\n'
@@ -158,35 +122,34 @@ def entries(commands: Commands) -> list[EngineEntry]:
             "    generator.generate_next_token()\n"
             'print(generator.get_speculative_stats()["acceptance_rate"])\n'
         )
-        first, *others = commands.onnx
         for other in others:
-            settings = json.dumps(overlay(commands.onnx[other]))
+            settings = json.dumps(overlay(genai_graphs(other, manifest.default, manifest.lists)))
             code += (
                 f"\n# {other}: config = og.Config(\".\"); config.overlay('{settings}'); og.Model(config)\n"
             )
         found.append(
             EngineEntry(
-                "onnxruntime-genai", RATIO, "lossless", code,
+                GENAI, RATIO, LOSSLESS, code,
                 f"0.18 or newer; the files are the {first} ones. It counts draft tokens behind an end of turn too.",
             )
         )  # fmt: skip
-    if commands.checkpoint:
+    if manifest.lists(CHECKPOINT):
         found += [
             EngineEntry(
-                "transformers", RATIO, "lossless",
+                "transformers", RATIO, LOSSLESS,
                 "from transformers import AutoModelForCausalLM\n"
-                f'target = AutoModelForCausalLM.from_pretrained("{commands.target}")\n'
+                f'target = AutoModelForCausalLM.from_pretrained("{repo}")\n'
                 f'drafter = AutoModelForCausalLM.from_pretrained("{CHECKPOINT}")\n'
                 "target.generate(**inputs, assistant_model=drafter)\n",
                 f"The checkpoint's generation_config.json asks for drafts of {DRAFT_LENGTH} tokens. No counts are returned.",
             ),
             EngineEntry(
-                "vLLM", RATIO, "lossless", f"vllm serve {commands.target} --config {VLLM_SETTINGS}",
+                "vLLM", RATIO, LOSSLESS, f"vllm serve {repo} --config {VLLM_SETTINGS}",
                 "The settings ask for `draft_sample_method: probabilistic`; with its default, greedy, the rule is llama.cpp's.",
             ),
             EngineEntry(
                 "SGLang", GREEDY, "match_greedy",
-                f"python -m sglang.launch_server --model-path {commands.target} --config {SGLANG_SETTINGS}",
+                f"python -m sglang.launch_server --model-path {repo} --config {SGLANG_SETTINGS}",
                 "The settings ask for a plain draft model, `STANDALONE`.",
             ),
         ]  # fmt: skip

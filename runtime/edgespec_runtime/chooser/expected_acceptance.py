@@ -8,6 +8,8 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
+from edgespec.core.table import sampling_words
+
 UNKNOWN = 0.6  # a distilled drafter's on an everyday reply; a first guess that decoding soon replaces
 DECAY = 0.98  # of all counts, per block: about the last 50 blocks count, so a new topic shows after some sentences
 PRIOR = 8.0  # offered tokens that the first guess is worth: one lucky or unlucky draft must not overrule it
@@ -37,8 +39,7 @@ def acceptances_of(metrics: Mapping[str, Any]) -> tuple[Acceptance, ...]:
         except (KeyError, TypeError, ValueError, IndexError, OverflowError):
             continue
         if 0.0 <= rate <= 1.0:
-            where = "greedy" if temperature == 0 else f"T = {temperature:g}"
-            where += f", top-p {top_p:g}" if temperature and top_p < 1 else ""
+            where = sampling_words(temperature, top_p)
             found.setdefault(drafter, {}).setdefault((where, temperature), []).append(rate)
     if not found:
         return ()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from edgespec_export.bundle.card import MAX_TEXT, Card, CardFile, licence_of, plain, rates_of
-from edgespec_export.bundle.card_engines import hub_id
+from edgespec_export.bundle.card import MAX_TEXT, Card, CardFile, licence_of, plain, settings_of
+from edgespec_export.bundle.card_engines import LOSSLESS, hub_id, rate_of
 from edgespec_export.verify.exported_pair import DRAFTER, FLOAT_PAIR
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from hypothesis import example, given
@@ -190,9 +190,10 @@ def test_builds_that_measured_less() -> None:
     older = {"prompts": 2, "settings": [setting("distilled", t, 3, 0.8) for t in (0.0, 0.6)]}
     for one in older["settings"]:
         del one["metrics"]["alpha_match_greedy"], one["metrics"]["alpha_match_sampled"]
-    greedy, sampled = rates_of(older)
-    assert greedy.match_greedy == greedy.match_sampled == greedy.lossless  # at T = 0 all rules are one
-    assert sampled.match_greedy is None
+    greedy, sampled = settings_of(older)
+    rules = (LOSSLESS, "match_greedy", "match_sampled")
+    assert len({rate_of(greedy, rule) for rule in rules}) == 1  # at T = 0 all rules are one
+    assert [rate_of(sampled, rule) is None for rule in rules] == [False, True, True]
     assert row(replace(CARD, evaluation=older).text(), "SGLang")[2:] == ["0.70", "not measured"]
 
 
