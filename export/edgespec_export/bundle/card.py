@@ -42,25 +42,16 @@ LICENCES = {"apache-2.0": "apache-2.0", "llama 2 community license": "llama2"}
 
 
 @dataclass(frozen=True)
-class CardFile:
-    """One line of the table of files; both sizes in bytes, `streamed` is what one token reads."""
-
-    path: str
-    size: int
-    streamed: int
-
-
-@dataclass(frozen=True)
 class Card:
     """Everything the card says. `manifest` names all files but the card.
 
-    `evaluation` and `verification` are the contents of evaluation.json and verify.json ({}: nothing was measured); `subset` is
-    the drafter's own vocabulary; `licence` the note that came with the target; `foreign` the drafter where edgespec has not
-    trained it.
+    `files`: path, bytes, and the bytes that one token reads, of each model file. `evaluation` and `verification` are the contents
+    of evaluation.json and verify.json ({}: nothing was measured); `subset` is the drafter's own vocabulary; `licence` the note
+    that came with the target; `foreign` the drafter where edgespec has not trained it.
     """
 
     manifest: Manifest
-    files: Sequence[CardFile]
+    files: Sequence[tuple[str, int, int]]
     evaluation: Mapping[str, Any]
     verification: Mapping[str, Any]
     licence: str = ""
@@ -185,8 +176,8 @@ class Card:
 
     def _files(self) -> str:
         rows = [
-            (f"`{file.path}`", f"{file.size / 2**20:.1f} MiB", f"{file.streamed / 2**20:.2f} MiB")
-            for file in self.files
+            (f"`{path}`", f"{size / 2**20:.1f} MiB", f"{streamed / 2**20:.2f} MiB")
+            for path, size, streamed in self.files
         ]
         return (
             f"## Files\n\n{table(('file', 'size', 'read per token'), rows, markdown=True)}\n\n"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec_runtime.chooser.calibrate import CalibrateOptions
 from edgespec_runtime.chooser.expected_acceptance import expected_rate
@@ -38,45 +38,33 @@ TIMED = CalibrateOptions(seconds=1.5, contexts=(256,))
 
 
 @dataclass(frozen=True)
-class _File:
-    engine: str
-    precision: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.engine, self.precision
-
-
-@dataclass(frozen=True)
-class Timed(_File):
+class Timed:
     """One file of the target with its drafter: tokens a second plainly and with the best draft length, as α promises.
 
     `kept`: share of the model's most likely tokens, in this mode.
     """
 
+    engine: str
+    precision: str
     mode: str
     kept: float
     plain: float
     best: float
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.engine, self.precision
 
-@dataclass(frozen=True)
-class Preferred(_File):
-    """A file that is to be the default unless it is changed, and whose wish that is, in words."""
+    def row(self) -> dict[str, Any]:
+        """As the manifest has it."""
+        return {**asdict(self), "answers": verdict_of(self.kept)}
 
+
+class Preferred(NamedTuple):
+    """A file that is to be the default unless it is changed, by engine and precision, and whose wish that is, in words."""
+
+    key: tuple[str, str]
     by: str
-
-
-@dataclass(frozen=True)
-class Choice:
-    """`default`: {engine, precision, reason, fast: what runs in fast mode unless told otherwise, as engine/precision ...}."""
-
-    default: dict[str, str]
-    timed: tuple[Timed, ...] = ()
-
-    def rows(self) -> list[dict[str, Any]]:
-        """What was timed, for the manifest."""
-        return [{**asdict(one), "answers": verdict_of(one.kept)} for one in self.timed]
 
 
 def choose_default(
@@ -86,8 +74,8 @@ def choose_default(
     verification: Mapping[str, Any],
     metrics: Mapping[str, Any],
     preferred: Preferred | None = None,
-) -> Choice:
-    """The default, from times taken now. `metrics`: what was measured of acceptance; `verification`: verify.json's content."""
+) -> tuple[dict[str, str], list[Timed]]:
+    """The default and what was timed, now. `metrics`: what was measured of acceptance; `verification`: verify.json's content."""
     drafters = {file.key: file for file in files if file.role == "drafter"}
     pairs = [
         (file, drafters[file.key])
@@ -99,14 +87,20 @@ def choose_default(
         rounds: list[list[Timed]] = [[] for _ in range(ROUNDS)]
         for found in rounds:
             for target, drafter in pairs:
-                found += _timed(target, drafter, subset, parameters, _kept(target.key, verification), alpha)
+                for mode, share in (_kept(target.key, verification) or {EXACT: 0.0}).items():
+                    fast = mode == FAST
+                    _, plain, best = speed_of(target, drafter, subset, parameters, alpha, TIMED, fast=fast)
+                    found.append(Timed(*target.key, mode, share, plain, best))
                 bar.update(1)
     timed = [max(same, key=lambda one: one.best) for same in zip(*rounds, strict=True)]
-    return Choice(pick(timed, preferred), tuple(timed))
+    return pick(timed, preferred), timed
 
 
 def pick(timed: Sequence[Timed], preferred: Preferred | None = None) -> dict[str, str]:
-    """`Choice.default` from what was timed; every file is among it in its exact mode at least."""
+    """The default from what was timed; every file is among it in its exact mode at least.
+
+    {engine, precision, reason, fast: what runs in fast mode unless told otherwise, as engine/precision ...}
+    """
     modes = {one.key: _usual(timed, one) for one in timed}
     wished = None if preferred is None else modes.get(preferred.key)
     if preferred is not None and wished is not None and wished.kept >= CLOSE:
@@ -155,7 +149,7 @@ def keeps(share: float) -> str:
 
 
 def choice_table(rows: Sequence[Mapping[str, Any]], *, markdown: bool = False) -> str:
-    """`Choice.rows` as a table; '' for none. The rows may be a stranger's: what is no such row is left out."""
+    """What was timed as a table; '' for none. The rows may be a stranger's: what is no such row is left out."""
     cells = []
     for row in rows:
         with suppress(KeyError, TypeError, ValueError, OverflowError):
@@ -193,22 +187,6 @@ def _usual(timed: Sequence[Timed], file: Timed) -> Timed:
     if fast is None or exact.plain >= EXACT_SHARE * fast.plain:
         return exact
     return exact if fast.kept < CLOSE <= exact.kept else fast
-
-
-def _timed(
-    target: ExportedFile,
-    drafter: ExportedFile,
-    subset: Vocabulary | None,
-    parameters: Mapping[str, int],
-    kept: Mapping[str, float],
-    alpha: float,
-) -> list[Timed]:
-    """The file in each of its modes. `kept`: what each keeps of the answers; alpha: of its greedy drafts."""
-    found = []
-    for mode, share in (kept or {EXACT: 0.0}).items():
-        _, plain, best = speed_of(target, drafter, subset, parameters, alpha, TIMED, fast=mode == FAST)
-        found.append(Timed(*target.key, mode, share, plain, best))
-    return found
 
 
 def _kept(key: tuple[str, str], verification: Mapping[str, Any]) -> dict[str, float]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
@@ -28,35 +29,22 @@ TIMED = CalibrateOptions(seconds=0.5, contexts=(256,))
 ROUNDS = 2
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A target's file with a drafter's file: acceptance rate, seconds of a drafter step, tokens a second at the best γ."""
-
-    engine: str
-    precision: str
-    drafter: str
-    alpha: float
-    step: float
-    rate: float
-    chosen: bool = False
-
-
 def choose_drafters(
     files: Sequence[ExportedFile],
     subset: Vocabulary | None,
     parameters: Mapping[str, int],
     verification: Mapping[str, Any],
-) -> tuple[list[ExportedFile], list[Candidate]]:
+) -> tuple[list[ExportedFile], list[dict[str, Any]]]:
     """The files with the best drafter beside each of the target's, and what was measured; files alone where there is no choice.
 
-    `verification`: verify.json's content, whose acceptance says which pairs can be compared.
+    Measured are of a target's file with a drafter's the acceptance rate, `step`: seconds of a drafter step, and `rate`: tokens a
+    second at the best γ. `verification`: verify.json's content, whose acceptance says which pairs can be compared.
     """
     if any(file.is_head for file in files):
         return list(files), []  # a head has one file
     rates = _overlaps(verification.get("acceptance", ()))
-    at = {(file.engine, file.role, file.precision): file for file in files}
-    found: list[Candidate] = []
-    chosen: dict[tuple[str, str], str] = {}
+    drafters = {file.key: file for file in files if file.role == "drafter"}
+    beside, found = dict(drafters), list[dict[str, Any]]()
     several: dict[ExportedFile, list[str]] = {}
     for file in files:
         names = [name for *target, name in rates if tuple(target) == file.key]
@@ -64,21 +52,19 @@ def choose_drafters(
             several[file] = sorted(names, key=lambda name: name != file.precision)  # its own wins a tie
     with progress("time drafters", len(several), "files of the target") as bar:
         for file, names in several.items():
+            offered = [(drafters[file.engine, name], rates[*file.key, name]) for name in names]
             rounds = [
-                [
-                    _measured(
-                        file, at[file.engine, "drafter", name], rates[*file.key, name], subset, parameters
-                    )
-                    for name in names
-                ]
+                [_measured(file, one, alpha, subset, parameters) for one, alpha in offered]
                 for _ in range(ROUNDS)
             ]
-            candidates = [max(same, key=lambda one: one.rate) for same in zip(*rounds, strict=True)]
-            best = max(candidates, key=lambda one: one.rate)
-            found += [replace(one, chosen=one is best) for one in candidates]
-            chosen[file.key] = best.drafter
+            candidates = [max(same, key=itemgetter("rate")) for same in zip(*rounds, strict=True)]
+            best = max(range(len(names)), key=lambda place: candidates[place]["rate"])
+            found += [{**one, "chosen": place == best} for place, one in enumerate(candidates)]
+            if best:  # not its own
+                other = offered[best][0]
+                beside[file.key] = replace(other, precision=file.precision, stored=other.held)
             bar.update(1)
-    return [_beside(file, chosen, at) for file in files], found
+    return [beside[file.key] if file.role == "drafter" else file for file in files], found
 
 
 def draft_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -112,10 +98,11 @@ def _measured(
     alpha: float,
     subset: Vocabulary | None,
     parameters: Mapping[str, int],
-) -> Candidate:
+) -> dict[str, Any]:
     fast = target.fast_graph is not None  # as it will run, where it is large
     step, _, rate = speed_of(target, drafter, subset, parameters, alpha, TIMED, fast=fast)
-    return Candidate(*target.key, drafter.held, alpha, step, rate)
+    names = {"engine": target.engine, "precision": target.precision, "drafter": drafter.held}
+    return {**names, "alpha": alpha, "step": step, "rate": rate}
 
 
 def speed_of(
@@ -135,14 +122,3 @@ def speed_of(
         costs = calibrate(*models, how, LONGEST)
     at = costs.at(costs.contexts[0])
     return costs.draft(at.context), at.plain_rate, at.token_rate(alpha)
-
-
-def _beside(
-    file: ExportedFile, chosen: Mapping[tuple[str, str], str], at: Mapping[tuple[str, str, str], ExportedFile]
-) -> ExportedFile:
-    """A drafter's file, or the one that was chosen in its place, under the name of the target's."""
-    name = chosen.get(file.key, file.precision)
-    if file.role == "target" or name == file.precision:
-        return file
-    other = at[file.engine, "drafter", name]
-    return replace(other, precision=file.precision, stored=other.held)

@@ -43,11 +43,11 @@ from edgespec.recipe.schema import ExportOptions
 from edgespec.recipe.targets import FoundTarget
 from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec.stages.stage import versions
-from edgespec_export.bundle.card import Card, CardFile
+from edgespec_export.bundle.card import Card
 from edgespec_export.bundle.default_choice import (
     TIMED_FILES,
-    Choice,
     Preferred,
+    Timed,
     choose_default,
     first_faithful,
 )
@@ -140,36 +140,32 @@ def write_bundle(
         small = FLOAT * parameters["target"] <= FLOAT_LIMIT
         both = _both(files)
         preferred = _preferred(device, own)
-        choice = _untimed(options, small, preferred, files, both, verification) or choose_default(
-            [file for file in files if preferred is None or file.engine == preferred.engine],
-            subset,
-            parameters,
-            verification,
-            metrics,
-            preferred,
-        )
+        runs = [file for file in files if preferred is None or file.engine == preferred.key[0]]
+        default, timed = _untimed(options, small, preferred, runs, both, verification), list[Timed]()
+        if default is None:
+            default, timed = choose_default(runs, subset, parameters, verification, metrics, preferred)
         if subset is None:  # else no other engine can run the pair
             checkpoint = drafter_folder if device is None else None
-            write_elsewhere(folder, checkpoint, both.get("onnxruntime", []), choice.default)
+            write_elsewhere(folder, checkpoint, both.get("onnxruntime", []), default)
         tokenizer_hash = sha256_file(folder / "tokenizer" / "tokenizer.json")
         manifest = Manifest(
             pair={"tokenizer_sha256": tokenizer_hash, "vocab_size": shapes["target"].vocab_size},
             target=models["target"],
             drafter=models["drafter"],
-            default=choice.default,
+            default=default,
             cost_ratio=_cost_ratios(parameters, streamed),
             metrics=metrics
-            | ({TIMED_FILES: choice.rows()} if choice.timed else {})
-            | ({DRAFT_SIDE: list(map(asdict, drafters))} if drafters else {}),
+            | ({TIMED_FILES: [one.row() for one in timed]} if timed else {})
+            | ({DRAFT_SIDE: drafters} if drafters else {}),
             provenance=provenance | _bits(export_folder) | {"versions": versions(), "edgespec": __version__},
             files=describe_files(folder),
             device={} if device is None else device.settings(min(s.context_length for s in shapes.values())),
         )
         rows = []
         for path, one in {file.path: file for file in files}.items():
-            fast = one.fast_graph is not None and usual_mode(choice.default, *one.key) == FAST
+            fast = one.fast_graph is not None and usual_mode(default, *one.key) == FAST
             name = path.relative_to(export_folder).as_posix()
-            rows.append(CardFile(name, sizes[path], streamed[one.role, one.key, fast]))
+            rows.append((name, sizes[path], streamed[one.role, one.key, fast]))
         card = folder / "README.md"
         write_text(card, Card(manifest, rows, evaluation, verification, licence, subset, foreign).text())
         entry = BundleFile(sha256_file(card), card.stat().st_size)
@@ -265,33 +261,33 @@ def _preferred(device: Profile | None, own: OwnFile | None) -> Preferred | None:
     if device is None:
         return None
     precision = own.precision if own is not None and device.engine == "llama.cpp" else device.target
-    return Preferred(device.engine, precision, f"the profile of {device.name}")
+    return Preferred((device.engine, precision), f"the profile of {device.name}")
 
 
 def _untimed(
     options: ExportOptions,
     small: bool,
     preferred: Preferred | None,
-    files: list[ExportedFile],
+    runs: list[ExportedFile],
     both: dict[str, list[str]],
     verification: dict[str, Any],
-) -> Choice | None:
+) -> dict[str, str] | None:
     """What chat runs unless told otherwise, where no clock is needed or none can run: static graphs, the least rounded ONNX file
     (else q8_0) of a `small` target, a device's own choice for it. None: the files must be timed.
     """
-    static = preferred.engine == "static" if preferred is not None else not (options.onnx or options.gguf)
-    runs = [file for file in files if preferred is None or file.engine == preferred.engine]
+    engine = None if preferred is None else preferred.key[0]
+    static = engine == "static" or (engine is None and not (options.onnx or options.gguf))
     if not small and not static and any(map(has_engine, runs)):
         return None
     onnx, gguf = both.get("onnxruntime", []), both.get("llama.cpp", [])
     if preferred is not None:
-        others = [(preferred.engine, name) for name in both.get(preferred.engine, [])]
+        others = [(preferred.key[0], name) for name in both.get(preferred.key[0], [])]
         offered, reason = list(dict.fromkeys([preferred.key, *others])), preferred.by
     elif static:
         offered, reason = [("static", name) for name in options.npu], "the bundle has static graphs only"
     elif small and "fp32" in onnx:
         reason = "the target is small enough to run unrounded"
-        return Choice({"engine": "onnxruntime", "precision": "fp32", "reason": reason})
+        return {"engine": "onnxruntime", "precision": "fp32", "reason": reason}
     else:
         offered = [("onnxruntime", name) for name in sorted(onnx, key=exactness)]
         offered += [("llama.cpp", name) for name in sorted(gguf, key=lambda name: name != "q8_0")]
@@ -301,7 +297,7 @@ def _untimed(
             reason = "the target is small enough to run in floats"
         else:
             reason = "the bundle has no float weights for ONNX Runtime"
-    return Choice(first_faithful(offered, verification, reason))
+    return first_faithful(offered, verification, reason)
 
 
 def _size(path: Path) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from edgespec_export.bundle.card import MAX_TEXT, Card, CardFile, licence_of, plain, settings_of
+from edgespec_export.bundle.card import MAX_TEXT, Card, licence_of, plain, settings_of
 from edgespec_export.bundle.card_engines import LOSSLESS, hub_id, rate_of
 from edgespec_export.verify.exported_pair import DRAFTER, FLOAT_PAIR
 from edgespec_runtime.engines.vocabulary import Vocabulary
@@ -72,7 +72,7 @@ MANIFEST = Manifest(
 )
 CARD = Card(
     MANIFEST,
-    files=[CardFile("target/onnx-fp32", 3 * 2**20, 2**20)],
+    files=[("target/onnx-fp32", 3 * 2**20, 2**20)],
     evaluation=EVALUATION,
     verification={},
     licence="Apache-2.0",

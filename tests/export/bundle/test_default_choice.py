@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from edgespec_export.answers.report import RED
 from edgespec_export.bundle.default_choice import (
-    Choice,
     Preferred,
     Timed,
     choice_table,
@@ -63,7 +62,7 @@ def test_a_changed_model_is_no_default_whatever_its_speed(best: float) -> None:
     assert pick([changed, close])["precision"] == "q4_k_m"
 
 
-LAPTOP = Preferred("onnxruntime", "int4", "the profile of laptop-cpu-x86")
+LAPTOP = Preferred(("onnxruntime", "int4"), "the profile of laptop-cpu-x86")
 
 
 def test_a_devices_precision_unless_it_changes_the_answers() -> None:
@@ -84,7 +83,7 @@ def test_where_all_are_changed_the_reason_says_so() -> None:
     chosen = pick(INT4, LAPTOP)
     assert chosen["precision"] == "int4"
     assert "keeps 67.0% of the most likely tokens (changed: another model)" in chosen["reason"]
-    manifest = SimpleNamespace(default=chosen, metrics={"timed": Choice(chosen, tuple(INT4)).rows()})
+    manifest = SimpleNamespace(default=chosen, metrics={"timed": [one.row() for one in INT4]})
     shown = default_report(manifest, colour=True)  # type: ignore[arg-type]
     assert f"{RED}default: onnxruntime int4" in shown
     assert "67.0%  changed" in shown
@@ -124,7 +123,7 @@ def test_without_a_clock_the_first_that_keeps_the_answers(kept: dict[str, float]
 
 
 def test_the_table_leaves_out_what_no_packer_writes() -> None:
-    rows = Choice({}, tuple(INT8)).rows()
+    rows = [one.row() for one in INT8]
     assert (
         len(
             choice_table(

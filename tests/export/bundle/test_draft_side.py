@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,11 @@ def test_the_drafter_that_promises_more_tokens_a_second_is_taken(
     assert beside["drafter", "fp32"] == ("drafter-fp32", "fp32")
     assert beside["target", "int4"] == ("target-int4", "int4")
     assert clock == 2 * [("int4", "int4"), ("int4", "fp32")]
-    assert [one.drafter for one in candidates if one.chosen] == [taken]
-    assert {one.drafter: one.alpha for one in candidates} == pytest.approx({"int4": own, "fp32": floats})
-    shown = draft_table([*map(asdict, candidates), {"engine": 7}])
+    assert [one["drafter"] for one in candidates if one["chosen"]] == [taken]
+    assert {one["drafter"]: one["alpha"] for one in candidates} == pytest.approx(
+        {"int4": own, "fp32": floats}
+    )
+    shown = draft_table([*candidates, {"engine": 7}])
     assert shown.count("taken") == 1
     assert len(shown.splitlines()) == 4
 
@@ -105,12 +107,12 @@ def test_another_program_beside_one_turn_does_not_decide(
     monkeypatch.setattr(draft_side, "calibrate", calibrate)
     acceptance = [run(OWN, 0.7), run(FLOAT, 0.6)]
     _, candidates = choose_drafters(files, None, {}, {"acceptance": acceptance})
-    assert [one.drafter for one in candidates if one.chosen] == ["int4"]
+    assert [one["drafter"] for one in candidates if one["chosen"]] == ["int4"]
     clock.clear()
     checks = [
         {"role": "target", "engine": "onnxruntime", "precision": name, "kept": {EXACT: 0.99}} for name in STEP
     ]
     monkeypatch.setattr(default_choice, "kept_of", lambda check: check["kept"])
-    chosen = choose_default(files, None, {}, {"files": checks}, {})
+    _, timed = choose_default(files, None, {}, {"files": checks}, {})
     assert clock == 2 * [("fp32", "fp32"), ("int4", "int4")]
-    assert [one.plain for one in chosen.timed] == [1.0, 1.0]
+    assert [one.plain for one in timed] == [1.0, 1.0]

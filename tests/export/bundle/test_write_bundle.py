@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import pytest
 from edgespec_export.bundle import write as write_file
-from edgespec_export.bundle.default_choice import Choice
 from edgespec_export.bundle.write import check_same_tokenizer, write_bundle
 from edgespec_export.formats.export import ExportedFile, export_pair, streamed_bytes
 from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model, stop_ids_of
@@ -149,8 +148,8 @@ def test_of_a_small_target_the_most_exact_file(
     both = {"onnxruntime": onnx_files, "llama.cpp": gguf_files}
     choice = write_file._untimed(ExportOptions(), True, None, [], both, {"files": checks})
     assert choice is not None
-    assert choice.default["precision"] == chosen
-    assert choice.default["reason"].startswith(words)
+    assert choice["precision"] == chosen
+    assert choice["reason"].startswith(words)
 
 
 def test_pairs_that_do_not_belong_together(made: dict[str, Path], tmp_path: Path) -> None:
@@ -308,7 +307,7 @@ def test_c_is_that_of_the_graph_that_runs(
     options = ExportOptions(onnx=("int8",), gguf=())
     export_pair(tmp_path / "export", made["target"], made["drafter"], options)
     default = {"engine": "onnxruntime", "precision": "int8", "reason": "", "fast": "onnxruntime/int8"}
-    monkeypatch.setattr(write_file, "_untimed", lambda *_: Choice(default))
+    monkeypatch.setattr(write_file, "_untimed", lambda *_: default)
     out = tmp_path / "bundle"
     write(out, made, options, export=tmp_path / "export")
     target, drafter = (
