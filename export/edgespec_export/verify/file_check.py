@@ -5,7 +5,7 @@ What is measured of a file, the engines that run it, and the judgement; files.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
@@ -197,20 +197,49 @@ def relative(difference: float, size: float) -> float:
 
 
 def note_weight(check: FileCheck, name: str, difference: float, size: float) -> None:
-    """Note a tensor that lies farther from the model's than all before it, by mean squares; NaN is the farthest of all."""
+    """Note a tensor that lies farther from the model's than all before it, by sums of squares; NaN is the farthest of all."""
     error = relative(difference, size)
     if np.isnan(error) or error > (check.weights_relative or 0.0):
         check.weights_relative, check.worst_weight = error, name
 
 
-def note_shape(check: FileCheck, name: str, shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
-    """Note a tensor of another shape than the model's, or one that the model does not have (None)."""
-    check.broken.append(f"tensor {name} has shape {shape}, the model has {wanted}")
+def noted(
+    check: FileCheck,
+    weights: Iterable[tuple[str, Array]],
+    shapes: Mapping[str, tuple[int, ...]],
+    pieces: Callable[[str], Iterable[Array]],
+    norm_offset: float = 0.0,
+) -> Iterator[tuple[str, Array]]:
+    """Those of a file's weights that fit the model's. How far each lies from that is noted as it passes; then what is absent.
 
-
-def note_missing(check: FileCheck, missing: Sequence[str]) -> None:
-    if missing:
-        check.broken.append(f"{len(missing)} tensors are absent ({min(missing)} ...)")
+    `shapes` of the model's tensors; `pieces` of rows of one, float32. `norm_offset`: Gemma multiplies by 1 + w and its files hold
+    that sum, so w itself has lost its last digits there.
+    """
+    check.weights_relative = 0.0
+    seen = set[str]()
+    for name, tensor in weights:
+        if shapes.get(name) != tensor.shape:
+            check.broken.append(f"tensor {name} has shape {tensor.shape}, the model has {shapes.get(name)}")
+            continue
+        offset = np.float32(norm_offset if name.endswith("norm.weight") else 0.0)
+        difference, size, at = 0.0, 0.0, 0
+        for piece in pieces(name):
+            lies, should = tensor[at : at + len(piece)] + offset, piece + offset
+            difference += float(np.square(lies - should, dtype=np.float64).sum())
+            size += float(np.square(should, dtype=np.float64).sum())
+            at += len(piece)
+        note_weight(check, name, difference, size)
+        seen.add(name)
+        yield name, tensor
+    # an ONNX file goes without biases that are zero
+    absent = [
+        name
+        for name in shapes
+        if name not in seen
+        and not (name.endswith(".bias") and not any(piece.any() for piece in pieces(name)))
+    ]
+    if absent:
+        check.broken.append(f"{len(absent)} tensors are absent ({min(absent)} ...)")
 
 
 def compare_engine(

@@ -6,7 +6,7 @@ model in torch (pair.py), or, for a bundle alone, the most exact file of the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,16 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import context_for
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
-from edgespec.core.errors import BundleError
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.families import family_named
 from edgespec.core.manifest import BundleModel
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape, told_shape
+from edgespec.model_folder.config import read_config
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.quality import Answers
+from edgespec_export.answers.replies import Questions
 from edgespec_export.answers.verdict import BOUNDS as VERDICTS
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause
@@ -37,10 +40,11 @@ from edgespec_export.verify.file_check import (
     has_fast_mode,
     judge,
     measure,
+    noted,
     open_file,
     passages_of,
 )
-from edgespec_export.verify.readback import gguf_settings
+from edgespec_export.verify.readback import Weights, gguf_settings, weights_of
 from edgespec_export.verify.tokenizers import Source, check_tokenizers
 
 NOT_CHECKED = (
@@ -128,6 +132,51 @@ class Standard:
         return self.held.answers(model, samples=samples)
 
 
+class OwnModel(Standard):
+    """A model whose folder is at hand, run in torch: the weights and settings of its files are held against its own.
+
+    `questions`: what it is to reply to, None for nothing. `shapes` and `pieces` of its tensors: as `noted` takes them. Raises
+    InputError where no prompt has a token.
+    """
+
+    without_engine = "weights read back in torch"
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __init__(self, folder: Path, prompts: Sequence[list[int]], questions: Questions | None) -> None:
+        config = read_config(folder)
+        shape = ModelShape.from_config(config)
+        super().__init__(shape, shape.parameters, Source(folder, config, whole=True), prompts)
+        if not self.passages:
+            raise InputError("there is no prompt to verify with; give at least one that is not empty")
+        self.folder, self.norm_offset = folder, family_named(config.get("model_type", "")).norm_offset
+        if questions is not None:
+            self.held = HeldOut(questions, shape)
+
+    def pieces(self, name: str) -> Iterable[Array]:
+        raise NotImplementedError
+
+    def run(self, weights: Weights) -> list[Array]:
+        """Logits [n, V] float32 for every passage, with these weights. Raises InputError where they do not suffice."""
+        raise NotImplementedError
+
+    def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
+        """Hold weights and settings against the model's; the model's logits with the file's weights, or its own where they do
+        not fit."""
+        if file.engine == "llama.cpp":
+            given = (
+                own_file(self.folder) if file.role == "target" else None
+            )  # a drafter's file is written anew
+            if given is not None and not given.is_in(file.path):
+                check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
+            check.settings = gguf_settings(file.path, self.shape, usual=given is not None)
+        stored = weights_of(file.path, self.shape)
+        try:
+            own = self.run(noted(check, stored, self.shapes, self.pieces, self.norm_offset))
+        except InputError as error:
+            check.broken.append(str(error))
+        return self.logits if check.broken else own
+
+
 def verify_files(
     files: Sequence[ExportedFile],
     standards: Iterable[tuple[str, Standard]],
@@ -169,16 +218,6 @@ def verify_files(
         "tokenizers": [asdict(check) for check in tokenizers],
         "acceptance": runs,
     }
-
-
-def note_settings(check: FileCheck, file: ExportedFile, folder: Path, shape: ModelShape) -> None:
-    """Note where a GGUF file is not the model's own, if `folder` was made from one, and what it says of itself."""
-    if file.engine != "llama.cpp":
-        return
-    given = own_file(folder) if file.role == "target" else None  # a drafter's file is written anew
-    if given is not None and not given.is_in(file.path):
-        check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
-    check.settings = gguf_settings(file.path, shape, usual=given is not None)
 
 
 def as_numbered(prompts: list[list[int]], subset: Vocabulary | None) -> list[list[int]]:

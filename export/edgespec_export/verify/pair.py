@@ -24,42 +24,33 @@ import torch
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from edgespec_runtime.text.same_tokens import subset_of
 
-from edgespec.core.errors import CheckFailed, InputError
-from edgespec.core.families import family_named
+from edgespec.core.errors import CheckFailed
 from edgespec.core.files import read_json, write_json
 from edgespec.core.free_space import free_memory
 from edgespec.core.manifest import ROLES
 from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.config import corrected_ids, read_config
+from edgespec.model_folder.config import corrected_ids
 from edgespec.model_folder.head import JOINING, head_weights, is_head, target_layers
 from edgespec.planning.export_costs import opened_bytes, whole_bytes
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
-from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.in_torch import adopt_from_torch
 from edgespec_export.answers.replies import Questions
 from edgespec_export.formats.export import ExportedFile, exported_files
 from edgespec_export.onnx.by_layers import are_alike
 from edgespec_export.verify.exported_pair import Trials
-from edgespec_export.verify.file_check import FileCheck, note_missing, note_shape, note_weight
-from edgespec_export.verify.files import Standard, as_numbered, note_settings, verify_files
+from edgespec_export.verify.file_check import FileCheck
+from edgespec_export.verify.files import OwnModel, Standard, as_numbered, verify_files
 from edgespec_export.verify.head_check import check_head
-from edgespec_export.verify.readback import Weights, weights_of
+from edgespec_export.verify.readback import Weights
 from edgespec_export.verify.report import broken_of, broken_words, report_of
 from edgespec_export.verify.streamed_check import Streamed
-from edgespec_export.verify.tokenizers import Source
 
 Array = np.ndarray[Any, Any]
 
 
-class Reference(Standard):
-    """One float model in torch: its logits, and those it gives with other weights. `prompts` in the target's numbers.
-
-    `questions`: what it is to reply to, None for nothing. `subset`: the tokens that a drafter knows,
-    None for all. Raises InputError where no prompt has a token.
-    """
-
-    without_engine = "weights read back in torch"
+class Reference(OwnModel):
+    """One float model, whole in memory. `prompts` in the target's numbers; `subset`: what a drafter knows, None for all."""
 
     def __init__(
         self,
@@ -72,42 +63,34 @@ class Reference(Standard):
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # ours covers it
-        config = read_json(folder / "config.json")
-        shape, own = ModelShape.from_config(config), as_numbered(prompts, subset)
-        super().__init__(shape, shape.parameters, Source(folder, read_config(folder), whole=True), own)
-        if not self.passages:
-            raise InputError("there is no prompt to verify with; give at least one that is not empty")
-        self.folder = folder
-        self.norm_offset = family_named(config.get("model_type", "")).norm_offset
+        super().__init__(folder, as_numbered(prompts, subset), questions)
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, **corrected_ids(folder)
         ).eval()
-        self.weights = {name: value.detach() for name, value in self.model.named_parameters()}
-        self.logits = self.run(self.weights)
-        if questions is not None:
-            self.held = HeldOut(questions, shape)
+        self.shapes = {name: tuple(value.shape) for name, value in self.model.named_parameters()}
+        self.logits = self.run(iter(()))
+        if self.held is not None:
             adopt_from_torch(self.held, self.model)
 
-    def run(self, weights: dict[str, torch.Tensor]) -> list[Array]:
-        """Logits [n, V] float32 for every passage."""
+    def pieces(self, name: str) -> list[Array]:
+        return [self.model.get_parameter(name).detach().numpy()]
+
+    def run(self, weights: Weights) -> list[Array]:
+        """A weight that is not among these is the model's own."""
+        state = {
+            name: torch.from_numpy(np.require(value, requirements=["C", "W"])) for name, value in weights
+        }
         results = []
         with torch.inference_mode():
             for passage in self.passages:
                 arguments = (torch.tensor([passage.tokens]),)
                 options = {"use_cache": False, "logits_to_keep": len(passage.compared)}
-                output = torch.func.functional_call(self.model, weights, arguments, options)
+                output = torch.func.functional_call(self.model, state, arguments, options)
                 results.append(output.logits[0].float().numpy())
         return results
 
     def ordered(self, files: Iterable[ExportedFile]) -> list[ExportedFile]:
         return list(files)
-
-    def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
-        """Hold weights and settings against the model's; the model's logits with the file's weights, or its own where they do
-        not fit."""
-        note_settings(check, file, self.folder, self.shape)
-        weights = _compare_weights(check, weights_of(file.path, self.shape), self)
-        return self.run(weights) if weights else self.logits
 
     def embedding(self) -> torch.Tensor:
         table: torch.Tensor = self.model.get_input_embeddings().weight
@@ -221,25 +204,3 @@ def target_standard(
     needed = whole_bytes(shape, len(prompts), opened_bytes(shape, files))
     whole = needed <= min(most, math.inf if free is None else free)
     return (Reference if whole or not are_alike(folder) else Streamed)(folder, prompts, questions)
-
-
-def _compare_weights(check: FileCheck, found: Weights, reference: Reference) -> dict[str, torch.Tensor]:
-    """The file's weights as a state for torch; empty where they do not fit the model."""
-    state: dict[str, torch.Tensor] = {}
-    check.weights_relative = 0.0
-    for name, value in found:
-        wanted = reference.weights.get(name)
-        if wanted is None or tuple(wanted.shape) != value.shape:
-            note_shape(check, name, value.shape, None if wanted is None else tuple(wanted.shape))
-            continue
-        state[name] = torch.from_numpy(np.require(value, requirements=["C", "W"]))
-        # Gemma multiplies by 1 + w and its files hold that sum, so w itself has lost its last digits there
-        offset = reference.norm_offset if name.endswith("norm.weight") else 0.0
-        lies, should = state[name] + offset, wanted + offset
-        note_weight(check, name, float((lies - should).square().mean()), float(should.square().mean()))
-    for name, wanted in reference.weights.items():
-        # the ONNX model builder leaves out biases that are zero, and adding them changes nothing
-        if name not in state and name.endswith(".bias") and not wanted.any():
-            state[name] = wanted
-    note_missing(check, [name for name in reference.weights if name not in state])
-    return {} if check.broken else state

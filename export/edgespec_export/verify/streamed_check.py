@@ -8,7 +8,7 @@ give the model's own logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,57 +23,42 @@ from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.quality import Answers
 from edgespec_export.answers.replies import Questions, Reply
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.by_layers import check_alike
 from edgespec_export.onnx.repeat import layer_of
-from edgespec_export.verify.file_check import FileCheck, Passage, note_missing, note_shape, note_weight
-from edgespec_export.verify.files import Standard, note_settings
-from edgespec_export.verify.readback import Weights, weights_of
-from edgespec_export.verify.tokenizers import Source
+from edgespec_export.verify.file_check import Passage
+from edgespec_export.verify.files import OwnModel
+from edgespec_export.verify.readback import Weights
 
 Array = np.ndarray[Any, Any]
 EMBEDDING, NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-class Streamed(Standard):
-    """A model of which one layer at a time is in memory: its logits, and those it gives with other weights.
+class Streamed(OwnModel):
+    """A model of which one layer at a time is in memory. The first file that runs writes the replies, and the model reads them.
 
-    The first file that runs writes the replies, and the model reads them. Raises InputError for a family whose layers need more
-    than the layer before, and where no prompt has a token.
+    Raises InputError for a family whose layers need more than the layer before.
     """
 
-    without_engine = "weights read back in torch"
     note = (
         "The target twice as floats takes more memory than the check may. So torch ran it one layer at a time, and its first "
         "file wrote the replies."
     )
 
     def __init__(self, folder: Path, prompts: list[list[int]], questions: Questions | None = None) -> None:
-        config = read_config(folder)
-        shape = ModelShape.from_config(config)
-        super().__init__(shape, shape.parameters, Source(folder, config, whole=True), prompts)
-        if not self.passages:
-            raise InputError("there is no prompt to verify with; give at least one that is not empty")
-        self.folder, self.checkpoint = folder, Checkpoint(folder)
-        self.logits = self._own_logits(self.passages)
-        if questions is not None:
-            self.held = HeldOut(questions, shape)
+        super().__init__(folder, prompts, questions)
+        self.checkpoint = Checkpoint(folder)
+        self.shapes = {name: self.checkpoint.shape(name) for name in self.checkpoint}
+        self.logits = self.run(self._weights())
 
-    def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
-        """Hold weights and settings against the model's; the model's logits with the file's weights, or its own where they do
-        not fit."""
-        note_settings(check, file, self.folder, self.shape)
-        check.weights_relative = 0.0
-        weights = _noted(check, weights_of(file.path, self.shape), self.checkpoint)
-        try:
-            own = streamed_logits(weights, self.folder, self.passages)
-        except InputError as error:
-            check.broken.append(str(error))
-        return self.logits if check.broken else own
+    def pieces(self, name: str) -> Iterator[Array]:
+        return self.checkpoint.pieces(name)
+
+    def run(self, weights: Weights) -> list[Array]:
+        return streamed_logits(weights, self.folder, self.passages)
 
     def answers(self, file: ExportedFile, model: CachedEngine, *, samples: bool) -> Answers | None:
         if self.held is None:
@@ -85,46 +70,21 @@ class Streamed(Standard):
     def _read(self, replies: Sequence[Reply]) -> list[Array]:
         texts = ([*reply.prompt, *reply.tokens[:-1]] for reply in replies)
         starts = (len(reply.prompt) - 1 for reply in replies)
-        return self._own_logits(list(map(Passage, texts, starts)))
-
-    def _own_logits(self, passages: Sequence[Passage]) -> list[Array]:
-        return streamed_logits(self._weights(), self.folder, passages)
+        return streamed_logits(self._weights(), self.folder, list(map(Passage, texts, starts)))
 
     def _weights(self) -> Weights:
         """The checkpoint's, layer by layer."""
         for name in sorted(self.checkpoint, key=lambda name: -1 if (n := layer_of(name)) is None else n):
-            yield name, np.concatenate(list(self.checkpoint.pieces(name)))
+            yield name, np.concatenate(list(self.pieces(name)))
 
     def embedding(self) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(self.checkpoint.pieces(EMBEDDING))))
+        return torch.from_numpy(np.concatenate(list(self.pieces(EMBEDDING))))
 
     def states(self, early: Sequence[int]) -> list[Tensor]:
         """Of every passage [n, F]: what each of the `early` layers reads, behind its norm, and the last states, behind theirs."""
         texts = [passage.tokens for passage in self.passages]
         found = streamed_states(self._weights(), self.folder, texts, early)
         return [torch.cat([*first, last], -1)[0] for first, last in zip(found.early, found.last, strict=True)]
-
-
-def _noted(check: FileCheck, weights: Weights, checkpoint: Checkpoint) -> Weights:
-    """The weights that fit the checkpoint's. How far each lies from those is noted as it passes; at the end, what is absent."""
-    wanted = {name: checkpoint.shape(name) for name in checkpoint}
-    seen = set[str]()
-    for name, tensor in weights:
-        if wanted.get(name) != tensor.shape:
-            note_shape(check, name, tensor.shape, wanted.get(name))
-            continue
-        difference = size = 0.0
-        at = 0
-        for piece in checkpoint.pieces(name):
-            part = tensor[at : at + len(piece)]
-            difference += float(np.square(part - piece, dtype=np.float64).sum())
-            size += float(np.square(piece, dtype=np.float64).sum())
-            at += len(piece)
-        note_weight(check, name, difference, size)
-        seen.add(name)
-        yield name, tensor
-    absent = (name for name in wanted if name not in seen)
-    note_missing(check, [name for name in absent if not checkpoint.is_zero_bias(name)])
 
 
 class States(NamedTuple):

@@ -13,8 +13,8 @@ from edgespec_export.answers.replies import questions_of
 from edgespec_export.formats.export import ExportedFile, export_pair
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.repeat import layer_of
+from edgespec_export.verify import files as verify_files
 from edgespec_export.verify import pair as verify
-from edgespec_export.verify import streamed_check
 from edgespec_export.verify.pair import Reference, target_standard, verify_pair
 from edgespec_export.verify.readback import gguf_weights
 from edgespec_export.verify.report import verification_table
@@ -123,9 +123,8 @@ def test_both_ways_find_what_is_absent(
             else:
                 yield one, value
 
-    usual = verify.weights_of
-    for module in (verify, streamed_check):
-        monkeypatch.setattr(module, "weights_of", some)
+    usual = verify_files.weights_of
+    monkeypatch.setattr(verify_files, "weights_of", some)
     file = ExportedFile("target", "onnxruntime", "fp32", folder / "export" / "target" / "onnx-fp32")
     for kind in (Reference, Streamed):
         broken = kind(folder / "target", PROMPTS).check(file).broken
