@@ -14,7 +14,7 @@ import numpy as np
 from edgespec_runtime.engines.cached_engine import CachedEngine, common_length
 
 from edgespec.core.shapes import ModelShape
-from edgespec_export.answers.quality import Answers, Counts, Gaps, Sample, answers_of, count
+from edgespec_export.answers.quality import Answers, Counts, Sample, answers_of, count, gaps_of
 from edgespec_export.answers.replies import REPLY_TOKENS, Questions, Reply, reply_of, written_by
 
 BLOCK = 4  # tokens of a pass, as where three draft tokens are verified
@@ -70,12 +70,11 @@ class HeldOut:
         fitting = [pair for pair in held if pair[0].length <= model.engine.context_length]
         if not fitting:
             return None
-        counts: list[Counts] = []
-        gaps = Gaps()
+        counts, gaps = list[Counts](), list[Array]()
         for reply, wanted in fitting:
             seen = rows_of(model, reply)
             counts.append(count(seen, wanted, reply.tokens))
-            gaps.add(seen, wanted)
+            gaps.append(gaps_of(seen, wanted))
         found = answers_of(counts, gaps)
         if samples:
             found.samples = self._samples(model, [reply for reply, _ in fitting])

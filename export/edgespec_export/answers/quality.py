@@ -72,26 +72,19 @@ class Answers:
     samples: list[Sample] = field(default_factory=list)
 
 
-@dataclass
-class Gaps:
-    """Of every position: the model's gap between its two best logits, and the file's error of it."""
+def gaps_of(seen: Array, wanted: Array) -> Array:
+    """[2, n] of logits [n, V], V ≥ 2: the model's gap between its two best logits, and the file's error of it."""
+    rows = np.arange(len(wanted))
+    two = np.argpartition(wanted, -2, axis=1)[:, -2:]  # the second best, the best
+    gap, own = (values[rows, two[:, 1]] - values[rows, two[:, 0]] for values in (wanted, seen))
+    return np.stack([gap, own.astype(np.float64) - gap])
 
-    gaps: list[Array] = field(default_factory=list)
-    errors: list[Array] = field(default_factory=list)
 
-    def add(self, seen: Array, wanted: Array) -> None:
-        """One reply's logits [n, V], V ≥ 2."""
-        rows = np.arange(len(wanted))
-        two = np.argpartition(wanted, -2, axis=1)[:, -2:]  # the second best, the best
-        gap, own = (values[rows, two[:, 1]] - values[rows, two[:, 0]] for values in (wanted, seen))
-        self.gaps.append(gap.astype(np.float64))
-        self.errors.append(own.astype(np.float64) - gap)
-
-    def near_ties(self) -> tuple[float, float]:
-        """(gap_error, near_ties)"""
-        gaps, errors = np.concatenate(self.gaps), np.concatenate(self.errors)
-        error = float(np.sqrt(np.square(errors).mean()))
-        return error, float((gaps < error).mean())
+def near_ties(gaps: Sequence[Array]) -> tuple[float, float]:
+    """(gap_error, near_ties) from the gaps of every reply."""
+    gap, errors = np.concatenate(gaps, axis=1)
+    error = float(np.sqrt(np.square(errors).mean()))
+    return error, float((gap < error).mean())
 
 
 def count(seen: Array, wanted: Array, tokens: Sequence[int]) -> Counts:
@@ -108,12 +101,12 @@ def count(seen: Array, wanted: Array, tokens: Sequence[int]) -> Counts:
     )
 
 
-def answers_of(counts: Sequence[Counts], gaps: Gaps) -> Answers:
-    """The measures with their intervals, from the counts of at least one reply."""
+def answers_of(counts: Sequence[Counts], gaps: Sequence[Array]) -> Answers:
+    """The measures with their intervals, from the counts and the gaps of at least one reply."""
     positions = sum(one.positions for one in counts)
     top1, loss = share(counts), _mean(counts, "loss")
     reference = sum(one.reference_loss for one in counts) / positions
-    error, near = gaps.near_ties()
+    error, near = near_ties(gaps)
     return Answers(
         verdict=verdict_of(top1[0]),
         top1=top1,

@@ -18,6 +18,8 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.text.tokenizer import ChatTokenizer, Message
 
 from edgespec.core.errors import BundleError
+from edgespec.core.files import read_json
+from edgespec.core.manifest import Manifest
 from edgespec.core.metrics import RawCounts
 
 REPLY_TOKENS = 64
@@ -111,6 +113,15 @@ def reply_of(
     how = DecodingOptions(temperature=temperature, max_new_tokens=room, seed=seed)
     blocks = decode(model, None, prompt, how, questions.stop_ids, RawCounts())
     return [token for block in blocks for token in block.tokens]
+
+
+def replies_in(manifest: Manifest) -> list[Reply]:
+    """What the target replied where a bundle was made. Raises BundleError where that has another form."""
+    if manifest.folder is None or "verify.json" not in manifest.files:
+        return []
+    stored = read_json(manifest.folder / "verify.json")
+    rows = stored.get("replies") if isinstance(stored, dict) else None
+    return [] if rows is None else from_rows(rows, manifest.pair["vocab_size"])
 
 
 def from_rows(rows: Any, vocab_size: int) -> list[Reply]:

@@ -14,19 +14,18 @@ from typing import Any
 from edgespec.core import __version__
 from edgespec.core.errors import BundleError, CheckFailed, InputError
 from edgespec.core.files import read_json, sha256_file
-from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
+from edgespec.core.manifest import ROLES, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob, with_default
 from edgespec.core.output import json_knob, write_result
-from edgespec.core.texts import draws, harmless
+from edgespec.core.texts import draws
 from edgespec.model_folder.check import check_model, shape_in
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning.export_costs import verifying_bytes
 from edgespec.planning.preflight import check_memory
-from edgespec.recipe.devices import ENGINES
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.stage import STAGE_FILE
 
-TOKENIZER, VERIFICATION = "tokenizer", "verify.json"
+TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +115,11 @@ def verify_bundle(options: Options) -> dict[str, Any]:
     from edgespec_runtime.text.prompts import bundled_chats, read_chats
     from edgespec_runtime.text.tokenizer import ChatTokenizer
 
-    from edgespec_export.answers.replies import questions_of
+    from edgespec_export.answers.replies import questions_of, replies_in
     from edgespec_export.answers.report import below
+    from edgespec_export.onnx.by_layers import are_alike
     from edgespec_export.verify.exported_pair import Trials
+    from edgespec_export.verify.files import files_of, verify_alone
     from edgespec_export.verify.report import broken_of
 
     folders = models_of(options)
@@ -126,7 +127,11 @@ def verify_bundle(options: Options) -> dict[str, Any]:
     assert manifest.folder is not None
     files, skipped = files_of(manifest)
     if folders is not None and not options.force:
-        _check_memory(options, folders["target"], files)
+        own = [(file.engine, file.held) for file in files if file.role == "target"]
+        target, counts = folders["target"], (options.verify_prompts, options.answer_replies)
+        shape = shape_in(target / "config.json")
+        needed = verifying_bytes(shape, own, *counts, alike=are_alike(target))
+        check_memory({"verify": needed}, Path(options.bundle))
     chats = read_chats(Path(options.prompts)) if options.prompts else bundled_chats(manifest)
     tokenizer_folder = manifest.folder / TOKENIZER
     tokenizer = ChatTokenizer(tokenizer_folder)
@@ -153,7 +158,7 @@ def verify_bundle(options: Options) -> dict[str, Any]:
 
         result = verify_with_models(files, folders, checked, trials, tokenizer_folder, questions)
     else:
-        result = _without_models(manifest, files, checked, trials, questions)
+        result = verify_alone(manifest, files, checked, trials, questions)
     found = check_manifest(manifest, folders)
     return {
         "edgespec": __version__,
@@ -168,94 +173,6 @@ def verify_bundle(options: Options) -> dict[str, Any]:
             *(below(result, options.min_agreement) if options.min_agreement else ()),
         ],
     }
-
-
-def _check_memory(options: Options, target: Path, files: list[Any]) -> None:
-    """Raises InputError where this machine has no memory for the target in torch."""
-    from edgespec_export.onnx.by_layers import are_alike
-
-    own = [(file.engine, file.held) for file in files if file.role == "target"]
-    counts, shape = (options.verify_prompts, options.answer_replies), shape_in(target / "config.json")
-    needed = verifying_bytes(shape, own, *counts, alike=are_alike(target))
-    check_memory({"verify": needed}, Path(options.bundle))
-
-
-def _without_models(
-    manifest: Manifest, files: list[Any], prompts: list[list[int]], trials: Any, questions: Any
-) -> dict[str, Any]:
-    """The files of each model against its most exact one and the manifest; a head's graph has nothing to be held against."""
-    from edgespec_runtime.engines.vocabulary import read_vocabulary
-
-    from edgespec_export.answers.held_out import HeldOut
-    from edgespec_export.verify.files import NOT_CHECKED, Standard, as_numbered, shape_of, verify_files
-    from edgespec_export.verify.tokenizers import Source
-
-    assert manifest.folder is not None
-    folder, drafter = manifest.folder / TOKENIZER, manifest.drafter
-    source = Source(folder, {"vocab_size": manifest.pair["vocab_size"]}, whole=False)
-    subset = None if drafter.vocabulary is None else read_vocabulary(manifest.folder / drafter.vocabulary)
-    target = Standard(shape_of(manifest.target, "target"), manifest.target.parameters, source, prompts)
-    standards, not_checked = [("target", target)], NOT_CHECKED
-    if questions is not None:
-        target.held = HeldOut(questions, target.shape)
-    if drafter.kind == HEAD:
-        not_checked = f"{NOT_CHECKED} The head's graph is checked only with these folders."
-    else:
-        own = as_numbered(prompts, subset)
-        standards.append(("drafter", Standard(shape_of(drafter, "drafter"), drafter.parameters, source, own)))
-    result = verify_files(files, standards, subset, trials, folder)
-    return {**result, "not_checked": not_checked}
-
-
-def replies_in(manifest: Manifest) -> list[Any]:
-    """What the target replied where the bundle was made. Raises BundleError where that has another form."""
-    from edgespec_export.answers.replies import from_rows
-
-    if manifest.folder is None or VERIFICATION not in manifest.files:
-        return []
-    stored = read_json(manifest.folder / VERIFICATION)
-    rows = stored.get("replies") if isinstance(stored, dict) else None
-    return [] if rows is None else from_rows(rows, manifest.pair["vocab_size"])
-
-
-def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
-    """(files that can be checked, names of those that this edgespec knows no bounds for), after a look for harm in each."""
-    from edgespec_runtime.untrusted.gguf_file import read_header
-    from edgespec_runtime.untrusted.onnx_graph import check_onnx
-
-    from edgespec_export.formats.export import HEAD_PRECISION, ExportedFile
-    from edgespec_export.gguf.quantize import GGUF_TYPES
-    from edgespec_export.verify.file_check import BOUNDS
-
-    assert manifest.folder is not None
-    manifest.check_folder(TOKENIZER)
-    files, skipped = [], []
-    for role in ROLES:
-        for engine, table in getattr(manifest, role).files.items():
-            for precision, name in table.items():
-                manifest.check_folder(name)
-                path = manifest.folder / name
-                head = role == "drafter" and manifest.drafter.kind == HEAD
-                known = precision in BOUNDS or (engine == "llama.cpp" and precision in GGUF_TYPES)
-                if not (known and engine in ENGINES):
-                    skipped.append(harmless(f"{role} {engine} {precision}"))
-                    continue
-                if path.is_file():
-                    read_header(path)
-                for graph in sorted(path.glob("*.onnx")):
-                    check_onnx(graph)
-                stored = HEAD_PRECISION if head else _held(role, path)
-                files.append(ExportedFile(role, engine, precision, path, stored, is_head=head))
-    return files, skipped
-
-
-def _held(role: str, path: Path) -> str:
-    """The precision in a file's name, which the pair's name may hide: a drafter runs beside a target of another. '' for none."""
-    from edgespec_export.gguf.quantize import GGUF_TYPES
-    from edgespec_export.verify.file_check import BOUNDS
-
-    name = path.stem.removeprefix(f"{role}-") if path.suffix == ".gguf" else path.name.removeprefix("onnx-")
-    return name if name in BOUNDS or name in GGUF_TYPES else ""
 
 
 def run(given: dict[str, Any]) -> int:

@@ -15,20 +15,25 @@ from typing import Any
 import numpy as np
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import context_for
-from edgespec_runtime.engines.vocabulary import Vocabulary
+from edgespec_runtime.engines.vocabulary import Vocabulary, read_vocabulary
+from edgespec_runtime.untrusted.gguf_file import read_header
+from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.families import family_named
-from edgespec.core.manifest import BundleModel
+from edgespec.core.manifest import HEAD, ROLES, BundleModel, Manifest
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape, told_shape
+from edgespec.core.texts import harmless
 from edgespec.model_folder.config import read_config
+from edgespec.recipe.devices import ENGINES
 from edgespec.stages.own_gguf import own_file
-from edgespec_export.answers.held_out import HeldOut
+from edgespec_export.answers.held_out import HeldOut, Read
 from edgespec_export.answers.quality import Answers
 from edgespec_export.answers.replies import Questions
 from edgespec_export.answers.verdict import BOUNDS as VERDICTS
-from edgespec_export.formats.export import ExportedFile
+from edgespec_export.formats.export import HEAD_PRECISION, ExportedFile
+from edgespec_export.gguf.quantize import GGUF_TYPES
 from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause
 from edgespec_export.verify.file_check import (
     BLOCK,
@@ -73,6 +78,7 @@ class Standard:
 
     without_engine = "settings alone"
     note = ""  # what its report says of how the model was run
+    read_replies: Read | None = None  # the model, where a file writes and the model reads
 
     def __init__(
         self, shape: ModelShape, parameters: int, source: Source | None, prompts: Sequence[list[int]]
@@ -127,8 +133,8 @@ class Standard:
         """What a file answers beside the model; the most exact one stands for it. `samples`: it writes some replies itself."""
         if self.held is None:
             return None
-        if not self.held.replies and file.held in MOST_EXACT:
-            self.held.adopt_from(model)
+        if not self.held.replies and (self.read_replies or file.held in MOST_EXACT):
+            self.held.adopt_from(model, self.read_replies)
         return self.held.answers(model, samples=samples)
 
 
@@ -218,6 +224,59 @@ def verify_files(
         "tokenizers": [asdict(check) for check in tokenizers],
         "acceptance": runs,
     }
+
+
+def verify_alone(
+    manifest: Manifest,
+    files: Sequence[ExportedFile],
+    prompts: list[list[int]],
+    trials: Trials | None,
+    questions: Questions | None,
+) -> dict[str, Any]:
+    """The files of each model against its most exact one and the manifest; a head's graph has nothing to be held against."""
+    assert manifest.folder is not None
+    folder, drafter = manifest.folder / "tokenizer", manifest.drafter
+    source = Source(folder, {"vocab_size": manifest.pair["vocab_size"]}, whole=False)
+    subset = None if drafter.vocabulary is None else read_vocabulary(manifest.folder / drafter.vocabulary)
+    target = Standard(shape_of(manifest.target, "target"), manifest.target.parameters, source, prompts)
+    standards, not_checked = [("target", target)], NOT_CHECKED
+    if questions is not None:
+        target.held = HeldOut(questions, target.shape)
+    if drafter.kind == HEAD:
+        not_checked = f"{NOT_CHECKED} The head's graph is checked only with these folders."
+    else:
+        own = as_numbered(prompts, subset)
+        standards.append(("drafter", Standard(shape_of(drafter, "drafter"), drafter.parameters, source, own)))
+    result = verify_files(files, standards, subset, trials, folder)
+    return {**result, "not_checked": not_checked}
+
+
+def files_of(manifest: Manifest) -> tuple[list[ExportedFile], list[str]]:
+    """(files that can be checked, names of those that this edgespec knows no bounds for), after a look for harm in each."""
+    assert manifest.folder is not None
+    manifest.check_folder("tokenizer")
+    files, skipped = [], []
+    for role in ROLES:
+        for engine, table in manifest.model(role).files.items():
+            for precision, name in table.items():
+                manifest.check_folder(name)
+                path = manifest.folder / name
+                known = precision in BOUNDS or (engine == "llama.cpp" and precision in GGUF_TYPES)
+                if not (known and engine in ENGINES):
+                    skipped.append(harmless(f"{role} {engine} {precision}"))
+                    continue
+                if path.is_file():
+                    read_header(path)
+                for graph in sorted(path.glob("*.onnx")):
+                    check_onnx(graph)
+                # a pair's name may hide what a file holds: a drafter runs beside a target of another precision
+                is_gguf = path.suffix == ".gguf"
+                held = path.stem.removeprefix(f"{role}-") if is_gguf else path.name.removeprefix("onnx-")
+                stored = held if held in BOUNDS or held in GGUF_TYPES else ""
+                if head := role == "drafter" and manifest.drafter.kind == HEAD:
+                    stored = HEAD_PRECISION
+                files.append(ExportedFile(role, engine, precision, path, stored, is_head=head))
+    return files, skipped
 
 
 def as_numbered(prompts: list[list[int]], subset: Vocabulary | None) -> list[list[int]]:

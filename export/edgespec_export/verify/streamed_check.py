@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from edgespec_runtime.engines.cached_engine import CachedEngine
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
@@ -23,9 +22,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec_export.answers.quality import Answers
 from edgespec_export.answers.replies import Questions, Reply
-from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.by_layers import check_alike
 from edgespec_export.onnx.repeat import layer_of
@@ -60,14 +57,7 @@ class Streamed(OwnModel):
     def run(self, weights: Weights) -> list[Array]:
         return streamed_logits(weights, self.folder, self.passages)
 
-    def answers(self, file: ExportedFile, model: CachedEngine, *, samples: bool) -> Answers | None:
-        if self.held is None:
-            return None
-        if not self.held.replies:
-            self.held.adopt_from(model, self._read)
-        return self.held.answers(model, samples=samples)
-
-    def _read(self, replies: Sequence[Reply]) -> list[Array]:
+    def read_replies(self, replies: Sequence[Reply]) -> list[Array]:
         texts = ([*reply.prompt, *reply.tokens[:-1]] for reply in replies)
         starts = (len(reply.prompt) - 1 for reply in replies)
         return streamed_logits(self._weights(), self.folder, list(map(Passage, texts, starts)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from edgespec_export.answers.quality import Counts, Gaps, answers_of, count, share, wilson
+from edgespec_export.answers.quality import Counts, answers_of, count, gaps_of, near_ties, share, wilson
 
 P = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], np.float32))
 Q = np.log(np.array([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]], np.float32))
@@ -28,10 +28,7 @@ def test_a_near_tie_is_a_gap_below_the_files_own_error() -> None:
     wanted = np.array([[3.0, 2.9, 0.0], [5.0, 1.0, 0.0], [0.0, 2.0, 1.0], [9.0, 0.0, 8.8]], np.float32)
     seen = wanted.copy()
     seen[:, 0] += np.array([-0.4, 0.4, 0.0, 0.4], np.float32)  # the third row's two best do not move
-    gaps = Gaps()
-    gaps.add(seen[:2], wanted[:2])
-    gaps.add(seen[2:], wanted[2:])
-    error, near = gaps.near_ties()
+    error, near = near_ties([gaps_of(seen[:2], wanted[:2]), gaps_of(seen[2:], wanted[2:])])
     assert error == pytest.approx(0.4 * np.sqrt(3 / 4), rel=1e-5)
     assert near == 0.5  # 0.1 and 0.2 are below 0.35
 
@@ -59,9 +56,8 @@ def test_replies_that_all_agree_are_no_proof() -> None:
 
 
 def test_answers_from_counts() -> None:
-    gaps = Gaps()
-    gaps.add(Q, P)
-    found = answers_of([Counts(10, 9, 1.0, 2.0, 20.0, 10.0), Counts(30, 30, 1.0, 2.0, 60.0, 30.0)], gaps)
+    counts = [Counts(10, 9, 1.0, 2.0, 20.0, 10.0), Counts(30, 30, 1.0, 2.0, 60.0, 30.0)]
+    found = answers_of(counts, [gaps_of(Q, P)])
     assert found.top1[0] == pytest.approx(0.975)
     assert found.verdict == "same answers"
     assert found.kl[0] == pytest.approx(0.05)
@@ -72,8 +68,6 @@ def test_answers_from_counts() -> None:
 
 
 def test_a_damaged_file_has_a_perplexity_all_the_same() -> None:
-    gaps = Gaps()
-    gaps.add(Q * 1e4, P)
-    found = answers_of([count(Q * 1e4, P, [0, 2])], gaps)
+    found = answers_of([count(Q * 1e4, P, [0, 2])], [gaps_of(Q * 1e4, P)])
     assert found.verdict == "changed"
     assert found.perplexity[0] > 1e300
