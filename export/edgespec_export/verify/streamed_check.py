@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,12 +108,18 @@ def streamed_states(
     inner, last_norm = model.model, model.model.norm
     inner.norm = torch.nn.Identity()
     wanted = set(inner.layers[0].state_dict())
-    waiting = _zero_biases(model_folder)
+    checkpoint, waiting = Checkpoint(model_folder), dict[int, dict[str, Tensor]]()
+    # an ONNX file goes without them
+    zeros = (
+        (name, np.zeros(checkpoint.shape(name), np.float32))
+        for name in checkpoint
+        if checkpoint.is_zero_bias(name)
+    )
     rest: dict[str, Tensor] = {}
     states: list[Tensor] = []
     before: list[list[Tensor]] = [[] for _ in texts]
     done = 0
-    for name, array in weights:
+    for name, array in chain(zeros, weights):
         tensor, layer = torch.from_numpy(np.require(array, requirements=["C", "W"])), layer_of(name)
         if layer is not None:
             waiting.setdefault(layer, {})[name.partition(f"layers.{layer}.")[2]] = tensor
@@ -133,18 +140,6 @@ def streamed_states(
         raise InputError(f"the file has {done} whole layers of {layers}; export it again")
     last_norm.load_state_dict({"weight": rest[NORM]}, assign=True)
     return States([last_norm(state) for state in states], before, output)
-
-
-def _zero_biases(model_folder: Path) -> dict[int, dict[str, Tensor]]:
-    """The biases of each layer that are zero, which an ONNX file goes without."""
-    checkpoint = Checkpoint(model_folder)
-    found: dict[int, dict[str, Tensor]] = {}
-    for name in checkpoint:
-        layer = layer_of(name)
-        if layer is not None and checkpoint.is_zero_bias(name):
-            bias = torch.zeros(checkpoint.shape(name))
-            found.setdefault(layer, {})[name.partition(f"layers.{layer}.")[2]] = bias
-    return found
 
 
 def _one_layer(model_folder: Path) -> tuple[Any, int]:

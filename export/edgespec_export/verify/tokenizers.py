@@ -244,15 +244,13 @@ def check_tokenizers(
     files: Sequence[ExportedFile],
     sources: dict[str, Source],
     subset: bool,
-    tokenizer_folder: Path | None = None,
+    tokenizer_folder: Path,
     step: Callable[[], object] = lambda: None,
 ) -> list[TokenizerCheck]:
     """Every tokenizer of an export. `subset`: the drafter knows only some tokens. `step` is called after each."""
-    checks = []
     references = {role: source.reference() for role, source in sources.items()}
-    if tokenizer_folder is not None:
-        checks.append(check_folder("tokenizer", tokenizer_folder, sources["target"], references["target"]))
-        step()
+    checks = [check_folder("tokenizer", tokenizer_folder, sources["target"], references["target"])]
+    step()
     for file in files:
         if file.path.is_file() or (file.path / "tokenizer.json").exists():  # else it has none of its own
             source, reference = sources[file.role], references[file.role]

@@ -285,7 +285,7 @@ def test_a_template_that_refuses_a_role_is_the_same_refused(pieces: Path, tmp_pa
 def test_a_drafter_with_token_numbers_of_its_own_is_not_split(byte_level: Path) -> None:
     source = Source(byte_level / "export" / "tokenizer", {"vocab_size": 512}, False)
     file = ExportedFile("drafter", "llama.cpp", "f16", byte_level / "export" / "f16.gguf")
-    one = check_tokenizers([file], {"target": source, "drafter": source}, True)[0]
+    _, one = check_tokenizers([file], {"target": source, "drafter": source}, True, source.folder)
     assert (one.broken, one.comparison) == ([], None)
     assert "token numbers of its own" in one.notes[0]
     assert json.dumps(asdict(one))
