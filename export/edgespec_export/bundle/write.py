@@ -137,8 +137,18 @@ def write_bundle(
             for file in files
             for fast in ((False,) if file.fast_graph is None else (False, True))
         }
+        # c by the bytes that a token streams, for each file of the target and its fast graph
+        ratios = {
+            "/".join((*key, "fast") if fast else key): streamed["drafter", key, False] / size
+            for (role, key, fast), size in streamed.items()
+            if role == "target"
+        }
         small = FLOAT * parameters["target"] <= FLOAT_LIMIT
-        both = _both(files)
+        beside = models["drafter"].files
+        both = {
+            engine: [name for name in table if name in beside.get(engine, {})]
+            for engine, table in models["target"].files.items()
+        }
         preferred = _preferred(device, own)
         runs = [file for file in files if preferred is None or file.engine == preferred.key[0]]
         default, timed = _untimed(options, small, preferred, runs, both, verification), list[Timed]()
@@ -153,7 +163,7 @@ def write_bundle(
             target=models["target"],
             drafter=models["drafter"],
             default=default,
-            cost_ratio=_cost_ratios(parameters, streamed),
+            cost_ratio={"parameters": parameters["drafter"] / parameters["target"], "bytes": ratios},
             metrics=metrics
             | ({TIMED_FILES: [one.row() for one in timed]} if timed else {})
             | ({DRAFT_SIDE: drafters} if drafters else {}),
@@ -183,23 +193,6 @@ def _copy(exported: Sequence[ExportedFile], export_folder: Path, folder: Path) -
                 copy_file(file, folder / file.relative_to(export_folder))
             bar.update(size / MIB)
     return sizes
-
-
-def _cost_ratios(
-    parameters: dict[str, int], streamed: dict[tuple[str, tuple[str, str], bool], int]
-) -> dict[str, Any]:
-    """c by parameters, and by the bytes that a token streams, for each file of the target and its fast graph.
-
-    `streamed`: bytes by role, key, and whether the fast graph runs.
-    """
-    return {
-        "parameters": parameters["drafter"] / parameters["target"],
-        "bytes": {
-            "/".join((*key, "fast") if fast else key): streamed["drafter", key, False] / size
-            for (role, key, fast), size in streamed.items()
-            if role == "target"
-        },
-    }
 
 
 def _bits(export_folder: Path) -> dict[str, Any]:
@@ -244,16 +237,6 @@ def _table(
         if file.role == role and path is not None:
             engines.setdefault(file.engine, {})[file.precision] = path.relative_to(root).as_posix()
     return engines
-
-
-def _both(files: list[ExportedFile]) -> dict[str, list[str]]:
-    """{engine: precisions} that both models have."""
-    drafters = {file.key for file in files if file.role == "drafter"}
-    found: dict[str, list[str]] = {}
-    for file in files:
-        if file.role == "target" and file.key in drafters:
-            found.setdefault(file.engine, []).append(file.precision)
-    return found
 
 
 def _preferred(device: Profile | None, own: OwnFile | None) -> Preferred | None:
