@@ -201,7 +201,7 @@ def noted(
     pieces: Callable[[str], Iterable[Array]],
     norm_offset: float = 0.0,
 ) -> Iterator[tuple[str, Array]]:
-    """Those of a file's weights that fit the model's. How far each lies from that is noted as it passes; then what is absent.
+    """Those of a file's weights that fit the model's. How far each is off is noted as it passes; at the end, what is absent.
 
     `shapes` of the model's tensors; `pieces` of rows of one, float32. `norm_offset`: Gemma multiplies by 1 + w and its files hold
     that sum, so w itself has lost its last digits there.

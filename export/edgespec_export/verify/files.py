@@ -169,9 +169,8 @@ class OwnModel(Standard):
         """Hold weights and settings against the model's; the model's logits with the file's weights, or its own where they do
         not fit."""
         if file.engine == "llama.cpp":
-            given = (
-                own_file(self.folder) if file.role == "target" else None
-            )  # a drafter's file is written anew
+            # a drafter's file is written anew
+            given = own_file(self.folder) if file.role == "target" else None
             if given is not None and not given.is_in(file.path):
                 check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
             check.settings = gguf_settings(file.path, self.shape, usual=given is not None)

@@ -47,6 +47,7 @@ from edgespec_export.verify.report import broken_of, broken_words, report_of
 from edgespec_export.verify.streamed_check import Streamed
 
 Array = np.ndarray[Any, Any]
+ROWS = 1024  # of a tensor that are compared at once
 
 
 class Reference(OwnModel):
@@ -73,7 +74,7 @@ class Reference(OwnModel):
             adopt_from_torch(self.held, self.model)
 
     def pieces(self, name: str) -> list[Array]:
-        return [self.model.get_parameter(name).detach().numpy()]
+        return [piece.numpy() for piece in self.model.get_parameter(name).detach().split(ROWS)]
 
     def run(self, weights: Weights) -> list[Array]:
         """A weight that is not among these is the model's own."""
