@@ -20,6 +20,7 @@ from edgespec.core.progress import progress
 from edgespec_export.bits.allocation import Option, Point, frontier, within
 from edgespec_export.bits.probe import Group, Probe, Quality
 from edgespec_export.bits.roundings import Rounding
+from edgespec_export.onnx.blocks import parts
 
 # of the argmaxes, where no budget is given: inside "close", with room for the engine's own rounding
 USUAL_QUALITY = 0.95
@@ -157,9 +158,7 @@ class Chooser:
             if not all(kind in kinds for kinds in fitting):
                 continue
             loss = sum(
-                float(errors(name, own)[rows].sum())
-                for name in group.tensors
-                for rows, own in rounding.parts(kind)
+                float(errors(name, own)[rows].sum()) for name in group.tensors for rows, own in parts(kind)
             )
             size = sum(rounding.bytes(shape, kind) for shape in shapes.values())
             found.append(Option(kind, size, sensitivity * loss))

@@ -181,7 +181,7 @@ class Probe:
             return _quality(self._logits(self.texts.held_out), self._held_out)
         finally:  # from the folder: a second copy of all weights would take their memory
             for name in names:
-                self.weights[name].copy_(torch.from_numpy(np.concatenate(list(self._stored.pieces(name)))))
+                self.weights[name].copy_(torch.from_numpy(self._stored.whole(name)))
 
     @contextmanager
     def _replaced(self, rounded: Mapping[str, Array]) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """What each format can do to a matrix: its kinds, their bytes, and the values that its engine will then read.
 
 Both classes have the same methods: the `kinds` that fit a matrix's rows, the smallest first, one at least (`wanted`: where all
-fit); the `parts` of its rows, each with its kind; its `bytes` in the file, tables included; its `values`, float32 [N, K].
+fit); its `bytes` in the file, tables included; its `values`, float32 [N, K].
 """
 
 from __future__ import annotations
@@ -48,17 +48,11 @@ class OnnxRounding:
             found += [blocks.split_kind(shape[0] // part) for part in SPLITS if shape[0] >= part]
         return found
 
-    def parts(self, kind: str) -> Sequence[tuple[slice, str]]:
-        first = blocks.split_rows(kind)
-        if not first:
-            return [(slice(None), kind)]
-        return [(slice(first), blocks.INT8), (slice(first, None), blocks.OFFSET4)]
-
     def bytes(self, shape: Shape, kind: str) -> int:
         return blocks.bytes_of(shape, kind)
 
     def values(self, weight: Array, kind: str, importance: Array | None) -> Array:
-        return blocks.in_blocks(weight, kind, importance).values()
+        return blocks.rounded(weight, kind, importance)
 
 
 class GgufRounding:
@@ -75,9 +69,6 @@ class GgufRounding:
         if shape[1] % K_BLOCK == 0:
             return self.wanted
         return self.SHORT if shape[1] % GGML_QUANT_SIZES[Kind.Q8_0][0] == 0 else ("F16",)
-
-    def parts(self, kind: str) -> Sequence[tuple[slice, str]]:
-        return [(slice(None), kind)]
 
     def bytes(self, shape: Shape, kind: str) -> int:
         return gguf_bytes(shape, Kind[kind])

@@ -81,6 +81,10 @@ class Checkpoint:
         """Whether it is a bias of zeros, which an ONNX file goes without."""
         return name.endswith(".bias") and not any(piece.any() for piece in self.pieces(name))
 
+    def whole(self, name: str) -> Array:
+        """The tensor as float32."""
+        return np.concatenate(list(self.pieces(name)))
+
     def pieces(self, name: str, multiple: int = 1) -> Iterator[Array]:
         """The tensor as float32 in pieces of rows (a vector: whole), each a multiple of `multiple` rows but the last."""
         stored = self._stored[name]

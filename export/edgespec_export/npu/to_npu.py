@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from edgespec_runtime.engines.static import SETTINGS, StaticSettings
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
@@ -87,7 +86,7 @@ def write_weights(folder: Path, shape: ModelShape, length: int, sink: DataFile) 
         name = graph_name(stored)
         if name is None:
             raise InputError(f"{folder} has a tensor {stored!r}, which the static graph has no place for")
-        whole = np.concatenate(list(checkpoint.pieces(stored)))
+        whole = checkpoint.whole(stored)
         if name != "embed_tokens" and whole.ndim == 2:
             whole = whole.T
         tensors[name] = sink.add(name, whole)

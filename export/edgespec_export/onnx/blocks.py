@@ -89,28 +89,17 @@ def _paired(values: Array) -> Array:
     return both
 
 
-@dataclass(frozen=True)
-class SplitBlocks:
-    """A matrix of two parts: its first rows in int8, the rest in offset4."""
-
-    kind: str
-    first: Blocks
-    rest: Blocks
-
-    def values(self) -> Array:
-        """The matrix as the engine reads it: float32 [N, K]."""
-        return np.concatenate([self.first.values(), self.rest.values()])
-
-
 def split_kind(rows: int) -> str:
     """The kind of a table whose first `rows` are in int8."""
     return f"{INT8}:{rows}"
 
 
-def split_rows(kind: str) -> int:
-    """How many rows of a split kind are in int8; 0 for a kind that is not split."""
-    name, _, rows = kind.partition(":")
-    return int(rows) if name == INT8 and rows else 0
+def parts(kind: str) -> list[tuple[slice, str]]:
+    """Which rows of a matrix have which kind: of a split one the first ones int8 and the rest offset4."""
+    _, _, first = kind.partition(":")
+    if not first:
+        return [(slice(None), kind)]
+    return [(slice(int(first)), INT8), (slice(int(first), None), OFFSET4)]
 
 
 def fits(columns: int, kind: str) -> bool:
@@ -120,8 +109,9 @@ def fits(columns: int, kind: str) -> bool:
 
 def bytes_of(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a matrix [N, K] in the file, its tables included."""
-    if first := split_rows(kind):
-        return bytes_of((first, shape[1]), INT8) + bytes_of((shape[0] - first, shape[1]), OFFSET4)
+    split = parts(kind)
+    if len(split) > 1:
+        return sum(bytes_of((len(range(shape[0])[rows]), shape[1]), own) for rows, own in split)
     rows, blocks = shape[0], -(-shape[1] // BLOCK)
     if kind == INT8:
         return rows * blocks * (BLOCK + HALF_BYTES)
@@ -129,12 +119,16 @@ def bytes_of(shape: tuple[int, ...], kind: str) -> int:
     return rows * (blocks * (BLOCK // 2 + HALF_BYTES) + -(-blocks // 2))
 
 
-def in_blocks(weight: Array, kind: str, importance: Array | None = None) -> Blocks | SplitBlocks:
-    """Round a matrix [N, K] float32; `importance` [K]: the weight of an error in each column (default: all alike)."""
-    if first := split_rows(kind):
-        parts = _rounded(weight[:first], INT8, importance), _rounded(weight[first:], OFFSET4, importance)
-        return SplitBlocks(kind, *parts)
-    return _rounded(weight, kind, importance)
+def in_blocks(weight: Array, kind: str, importance: Array | None = None) -> list[Blocks]:
+    """Round a matrix [N, K] float32, each of its parts; `importance` [K]: the weight of an error in each column (default: all
+    alike)."""
+    return [_rounded(weight[rows], own, importance) for rows, own in parts(kind)]
+
+
+def rounded(weight: Array, kind: str, importance: Array | None = None) -> Array:
+    """The matrix as the engine reads it once it is `in_blocks`: float32 [N, K]."""
+    found = [blocks.values() for blocks in in_blocks(weight, kind, importance)]
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _rounded(weight: Array, kind: str, importance: Array | None) -> Blocks:

@@ -137,7 +137,7 @@ def _write_slice(
             tensors[name] = np.zeros((FEW_TOKENS, *checkpoint.shape(name)[1:]), np.float32)
             continue
         placed = name if number is None else moved(name, slots[number] - number)
-        tensors[placed] = np.concatenate(list(checkpoint.pieces(name)))
+        tensors[placed] = checkpoint.whole(name)
         if name.endswith(".bias") and not tensors[placed].any():
             tensors[placed].fill(NEXT_TO_ZERO)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

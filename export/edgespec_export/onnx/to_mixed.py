@@ -10,7 +10,7 @@ come from blocks too, a tied one's from those of the output head, which are stor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +18,15 @@ import numpy as np
 
 from edgespec.core.files import scratch_beside, whole_folder, write_json
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.blocks import BLOCK, INT8, OFFSET4, Blocks, SplitBlocks, in_blocks, split_rows
+from edgespec_export.onnx.blocks import BLOCK, INT8, OFFSET4, Blocks, in_blocks
 from edgespec_export.onnx.by_layers import export_int4
 from edgespec_export.onnx.folder import DATA, IN_GRAPH, DataFile, Nodes, set_nodes, unlike, written
-from edgespec_export.onnx.to_onnx import FAST_GRAPH, log_of
+from edgespec_export.onnx.to_onnx import ACCURACY_LEVEL, FAST_ACCURACY_LEVEL, FAST_GRAPH, log_of
 from edgespec_export.onnx.to_onnx_stored import PRODUCT, bytes_in_rows, widen_matrix, widen_once
 
 HEAD, TABLE = "lm_head", "model.embed_tokens"
 SUFFIX = ".MatMul.weight"
 ALIGNED = 64  # bytes at which a tensor in the data file starts
-EXACT_LEVEL, FAST_LEVEL = 1, 4  # accuracy levels of MatMulNBits: float activations, int8 activations
 
 Array = np.ndarray[Any, Any]
 
@@ -49,7 +48,6 @@ def export_mixed(
     that `export_int4` takes, and raises what it raises.
     """
     checkpoint = Checkpoint(model_folder)
-    names = set(checkpoint)
     with scratch_beside(out_folder, "int4") as scratch, whole_folder(out_folder) as folder:
         source = scratch / "int4"
         export_int4(model_folder, source, hidden_states=hidden_states, log=log or log_of(out_folder))
@@ -58,41 +56,30 @@ def export_mixed(
                 file.rename(folder / file.name)
         for name, content in (about or {}).items():
             write_json(folder / name, content)
-
-        def blocks_of(stem: str) -> Blocks | SplitBlocks:
-            parts = parts_of(stem, names)
-            weight = np.concatenate([_matrix(checkpoint, *part) for part in parts])
-            name = parts[0][0]
-            return in_blocks(weight, kinds[name], importance.get(name))
-
-        write_graphs(source, folder, blocks_of, {"model.onnx": EXACT_LEVEL, FAST_GRAPH: FAST_LEVEL})
+        write_graphs(source, folder, checkpoint, kinds, importance)
         widen_once(folder)
     return written(out_folder)
 
 
-def parts_of(stem: str, names: set[str]) -> list[tuple[str, int, int]]:
-    """(the checkpoint's tensor, which of how many equal parts of its rows) that make up a matrix of the graph, in order.
+def weight_of(stem: str, checkpoint: Checkpoint) -> tuple[str, Array]:
+    """A matrix of the graph from the checkpoint's tensors, and the name of the first of them.
 
     Raises EdgespecError for a matrix that the checkpoint does not have.
     """
+    names = set(checkpoint)
     plain = stem.replace(".attn.", ".self_attn.") + ".weight"
-    if stem == "lm_head" and plain not in names:
-        plain = "model.embed_tokens.weight"
+    if stem == HEAD and plain not in names:
+        plain = f"{TABLE}.weight"
     if plain in names:
-        return [(plain, 0, 1)]
+        return plain, checkpoint.whole(plain)
     if stem.endswith(".qkv_proj"):
-        return [(plain.replace("qkv_proj", f"{one}_proj"), 0, 1) for one in "qkv"]
+        three = [plain.replace("qkv_proj", f"{one}_proj") for one in "qkv"]
+        return three[0], np.concatenate([checkpoint.whole(name) for name in three])
     for place, part in enumerate(("gate_proj", "up_proj")):
         joined = plain.replace(part, "gate_up_proj")
         if stem.endswith(f".{part}") and joined in names:
-            return [(joined, place, 2)]
+            return joined, np.split(checkpoint.whole(joined), 2)[place]
     raise unlike(f"the graph has a matrix {stem}, and the checkpoint no tensor {plain}")
-
-
-def _matrix(checkpoint: Checkpoint, name: str, place: int, count: int) -> Array:
-    whole = np.concatenate(list(checkpoint.pieces(name)))
-    rows = len(whole) // count
-    return whole[place * rows : (place + 1) * rows]
 
 
 class _Part(NamedTuple):
@@ -126,50 +113,34 @@ class _Part(NamedTuple):
         return self.columns + (self.columns // BLOCK if self.kind == OFFSET4 else 0)
 
 
-def _parts_of(stem: str, kind: str, rows: int, columns: int) -> list[_Part]:
-    first = split_rows(kind)
-    if not first:
-        return [_Part(stem, kind, rows, columns)]
-    return [
-        _Part(f"{stem}.first", INT8, first, columns),
-        _Part(f"{stem}.rest", OFFSET4, rows - first, columns),
-    ]
-
-
 def _stem_of(node: Any) -> str:
     """The builder's name of the matrix that a MatMulNBits reads, without its ending."""
     return str(node.input[1].removesuffix("_Q4").removesuffix(SUFFIX))
 
 
-def _sizes(graph: Any) -> dict[str, tuple[int, int]]:
-    """{stem: (N, K)} of every MatMulNBits of a builder's int4 graph, and of an untied embedding."""
-    found = {}
-    for node in graph.node:
-        if node.op_type == "MatMulNBits":
-            settings = {attribute.name: attribute.i for attribute in node.attribute}
-            found[_stem_of(node)] = (settings["N"], settings["K"])
-    for tensor in graph.initializer:
-        if tensor.name == f"{TABLE}.weight":  # an untied embedding, floats
-            found[TABLE] = (tensor.dims[0], tensor.dims[1])
-    return found
-
-
 def write_graphs(
-    source: Path, folder: Path, blocks_of: Callable[[str], Blocks | SplitBlocks], graphs: Mapping[str, int]
+    source: Path,
+    folder: Path,
+    checkpoint: Checkpoint,
+    kinds: Mapping[str, str],
+    importance: Mapping[str, Array],
 ) -> None:
-    """Write `folder`'s graphs and their one data file from the builder's int4 folder `source`.
+    """Write `folder`'s graphs and their one data file from the builder's int4 folder `source`, one matrix after another.
 
-    blocks_of: a matrix by its stem, asked for once each. graphs: {file name: accuracy level}. Raises EdgespecError where the
-    graph is not built as expected.
+    Raises EdgespecError where the graph is not built as expected.
     """
     import onnx
     from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
     model = onnx.load(source / "model.onnx", load_external_data=False)
-    sizes = _sizes(model.graph)
-    if not set(sizes) - {TABLE}:
+    stems = dict.fromkeys(_stem_of(node) for node in model.graph.node if node.op_type == "MatMulNBits")
+    if not stems:
         raise unlike(f"{source} has no MatMulNBits")
-    replaced = {f"{stem}{SUFFIX}{end}" for stem in sizes for end in ("_Q4", "_scales")} | {f"{TABLE}.weight"}
+    if any(
+        tensor.name == f"{TABLE}.weight" for tensor in model.graph.initializer
+    ):  # an untied embedding, floats
+        stems[TABLE] = None
+    replaced = {f"{stem}{SUFFIX}{end}" for stem in stems for end in ("_Q4", "_scales")} | {f"{TABLE}.weight"}
     kept = [tensor for tensor in model.graph.initializer if tensor.name not in replaced]
     parts: dict[str, list[_Part]] = {}
     own: list[Any] = []
@@ -180,13 +151,16 @@ def write_graphs(
             sink.begin(tensor, len(tensor.raw_data))
             stream.write(tensor.raw_data)
             tensor.ClearField("raw_data")
-        for stem, size in sizes.items():
-            blocks = blocks_of(stem)
-            parts[stem] = _parts_of(stem, blocks.kind, *size)
-            pieces = [blocks] if isinstance(blocks, Blocks) else [blocks.first, blocks.rest]
-            for part, piece in zip(parts[stem], pieces, strict=True):
+        for stem in stems:
+            name, weight = weight_of(stem, checkpoint)
+            pieces = in_blocks(weight, kinds[name], importance.get(name))
+            ends = ("",) if len(pieces) == 1 else (".first", ".rest")
+            parts[stem] = []
+            for end, piece in zip(ends, pieces, strict=True):
+                part = _Part(f"{stem}{end}", piece.kind, len(piece.packed), piece.columns)
+                parts[stem].append(part)
                 own += _stored(part, piece, sink)
-    for name, level in graphs.items():
+    for name, level in {"model.onnx": ACCURACY_LEVEL, FAST_GRAPH: FAST_ACCURACY_LEVEL}.items():
         graph = onnx.ModelProto()
         graph.CopyFrom(model)
         _rewrite(graph.graph, kept, own, parts, level)
@@ -266,7 +240,7 @@ class _Nodes(Nodes):
 
     def matrix(self, part: _Part, at: str, x: str, y: str) -> None:
         """The product of x with one matrix; `at`: the name of its node."""
-        if part.kind == INT8 and self.level == EXACT_LEVEL:
+        if part.kind == INT8 and self.level == ACCURACY_LEVEL:
             scales = f"{part.name}_scales"
             matrix = widen_matrix(self.first, part.packed, scales, part.rows, part.columns, BLOCK)
             self.add(PRODUCT, [x, matrix], y, name=at, transB=1)

@@ -66,10 +66,10 @@ class Streamed(OwnModel):
     def _weights(self) -> Weights:
         """The checkpoint's, layer by layer."""
         for name in sorted(self.checkpoint, key=lambda name: -1 if (n := layer_of(name)) is None else n):
-            yield name, np.concatenate(list(self.pieces(name)))
+            yield name, self.checkpoint.whole(name)
 
     def embedding(self) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(self.pieces(EMBEDDING))))
+        return torch.from_numpy(self.checkpoint.whole(EMBEDDING))
 
     def states(self, early: Sequence[int]) -> list[Tensor]:
         """Of every passage [n, F]: what each of the `early` layers reads, behind its norm, and the last states, behind theirs."""

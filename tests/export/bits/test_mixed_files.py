@@ -18,7 +18,7 @@ from edgespec_export.bits.roundings import OnnxRounding
 from edgespec_export.bits.texts import Text
 from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.gguf.kernels import packed
-from edgespec_export.onnx.blocks import INT8, OFFSET4, in_blocks, split_kind
+from edgespec_export.onnx.blocks import INT8, OFFSET4, parts, rounded, split_kind
 from edgespec_export.onnx.folder import DATA
 from edgespec_export.onnx.to_mixed import export_mixed
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
@@ -147,7 +147,7 @@ def test_a_split_table(families: dict[str, Path], tmp_path: Path, family: str) -
         rows = 128 + 32 * at
         errors = [np.square(part).mean() for part in np.split(stored - whole, [rows])]
         assert 50 * errors[0] < errors[1] < 0.01 * np.square(whole).mean()
-        np.testing.assert_array_equal(stored, in_blocks(whole, split_kind(rows)).values())
+        np.testing.assert_array_equal(stored, rounded(whole, split_kind(rows)))
     graph = onnx.load(out / "model.onnx", load_external_data=False).graph
     quarters = [tensor.name for tensor in graph.initializer if tensor.name.endswith("_Q4")]
     assert len(quarters) == len(tables)
@@ -175,8 +175,8 @@ def test_the_parts_of_a_split_table_have_its_errors(model: Path) -> None:
         return probe.errors(name, rounding.values(weight, kind, importance))
 
     for kind in rounding.kinds(weight.shape):
-        parts = sum(errors(own)[rows].sum() for rows, own in rounding.parts(kind))
-        assert parts == pytest.approx(errors(kind).sum(), rel=1e-6)
+        of_parts = sum(errors(own)[rows].sum() for rows, own in parts(kind))
+        assert of_parts == pytest.approx(errors(kind).sum(), rel=1e-6)
 
 
 def test_rows_stand_for_their_matrix(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
