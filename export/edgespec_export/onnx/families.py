@@ -22,7 +22,7 @@ from edgespec.core.families import FULL, LONGROPE, SLIDING, Family, family_for, 
 from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.model_folder.config import corrected_ids
 from edgespec_export.gguf.hyperparameters import rotated_layers
-from edgespec_export.onnx.folder import unlike
+from edgespec_export.onnx.folder import rewritten, unlike
 
 Array = np.ndarray[Any, Any]
 
@@ -111,25 +111,22 @@ def finish(folder: Path, model_folder: Path, config: Mapping[str, Any]) -> None:
 
     Raises EdgespecError where the builder's graph is not as expected.
     """
-    import onnx
-
     family, path = family_of(config, folder), folder / "model.onnx"
-    model = onnx.load(path, load_external_data=False)
-    places = {tensor.name: tensor for tensor in model.graph.initializer} | _branches(model.graph)
-    border, tables = _tables(model_folder, family)
-    for name, table in tables:
-        if name not in places:
-            raise unlike(f"{path} has no {name}")
-        _replace(folder, places[name], table)
-    if border is not None:
-        model.metadata_props.add(key=ROPE_BORDER, value=str(border))
-    if family.nope_period:
-        for layer, rotated in enumerate(rotated_layers(family, config, int(config["num_hidden_layers"]))):
-            if not rotated:
-                _leave_unrotated(model.graph, layer)
-    if family.scaled_embedding:
-        _scale_embedding(model.graph, ModelShape.from_config(config), path)
-    onnx.save(model, path)
+    with rewritten(path) as model:
+        places = {tensor.name: tensor for tensor in model.graph.initializer} | _branches(model.graph)
+        border, tables = _tables(model_folder, family)
+        for name, table in tables:
+            if name not in places:
+                raise unlike(f"{path} has no {name}")
+            _replace(folder, places[name], table)
+        if border is not None:
+            model.metadata_props.add(key=ROPE_BORDER, value=str(border))
+        if family.nope_period:
+            for layer, rotated in enumerate(rotated_layers(family, config, int(config["num_hidden_layers"]))):
+                if not rotated:
+                    _leave_unrotated(model.graph, layer)
+        if family.scaled_embedding:
+            _scale_embedding(model.graph, ModelShape.from_config(config), path)
 
 
 def _border(config: Any) -> int | None:

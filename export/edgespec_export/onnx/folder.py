@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
+from edgespec.core.files import whole_file
 
 DATA = "model.onnx.data"
 IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
@@ -69,6 +71,27 @@ class Nodes:
         domain = CONTRIB if kind in OF_CONTRIB else None
         self.nodes.append(helper.make_node(kind, [*inputs], outputs, name=name, domain=domain, **settings))
         return outputs[0]
+
+
+@contextmanager
+def rewritten(graph_file: Path, out: Path | None = None) -> Iterator[Any]:
+    """A graph file as a ModelProto; what the body makes of it becomes `out` (default: the same file). The data file stays."""
+    import onnx
+
+    model = onnx.load(graph_file, load_external_data=False)
+    yield model
+    with whole_file(out or graph_file) as temporary:
+        onnx.save(model, temporary)
+
+
+def save_whole(model: Any, folder: Path) -> None:
+    """Write a model that is in memory: `folder`/model.onnx and its data file anew."""
+    import onnx
+
+    (folder / DATA).unlink(missing_ok=True)
+    onnx.save(
+        model, folder / "model.onnx", save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH
+    )
 
 
 def set_nodes(graph: Any, nodes: list[Any]) -> None:

@@ -19,7 +19,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import whole_folder, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import BLOCK, HEAD_FILE, head_shape, head_weights, in_bytes, target_embedding
-from edgespec_export.onnx.folder import CONTRIB, DATA, IN_GRAPH, Nodes, written
+from edgespec_export.onnx.folder import CONTRIB, Nodes, save_whole, written
 from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL, HEAD_STEP
 
 OPSET = 21
@@ -38,13 +38,9 @@ def write_head_graph(
         embedding: the target's token embeddings [V, H].
         precision: int8 or fp32.
     """
-    import onnx
-
     model = _Graph(precision, shape, weights).head(embedding)
     with whole_folder(out_folder) as folder:
-        onnx.save(
-            model, folder / "model.onnx", save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH
-        )
+        save_whole(model, folder)
         write_json(folder / HEAD_FILE, {"shape": shape, "vocab_size": len(embedding)})
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from edgespec_runtime.engines.onnx_runtime import HIDDEN_STATES
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import scratch_beside, whole_file
+from edgespec.core.files import scratch_beside
 from edgespec.model_folder.head import JOINING, head_weights, target_layers
-from edgespec_export.onnx.folder import Nodes, unlike, written
+from edgespec_export.onnx.folder import Nodes, rewritten, unlike, written
 from edgespec_export.onnx.head_graph import add_bytes
 from edgespec_export.onnx.smoothing import read_factors
 from edgespec_export.onnx.to_onnx import FAST_GRAPH
@@ -68,25 +68,21 @@ def join_states(graph_file: Path, early: tuple[int, ...], matrix: np.ndarray) ->
     The matrix is in bytes where the graph's others are in blocks, else in floats. Raises EdgespecError where the graph has no
     such output or layers.
     """
-    import onnx
-
-    model = onnx.load(graph_file, load_external_data=False)
-    graph = model.graph
-    norms = [f"model.layers.{layer}.input_layernorm.weight" for layer in early]
-    found = {name: node.output[0] for node in graph.node for name in {*norms} & {*node.input}}
-    if len(found) < len(norms) or HIDDEN_STATES not in {output.name for output in graph.output}:
-        raise unlike(f"{graph_file} gives no states of the layers {list(early)}")
-    last = AT + "last"
-    for node in graph.node:
-        for names in (node.input, node.output):
-            names[:] = [last if name == HIDDEN_STATES else name for name in names]
-    made = Nodes()
-    states = made.add("Concat", [*(found[name] for name in norms), last], AT + "states", axis=-1)
-    if any(node.op_type == "MatMulNBits" for node in graph.node):
-        add_bytes(made, states, matrix, (AT + "weight", AT + "scales"), HIDDEN_STATES)
-    else:
-        made.add("MatMul", [states, made.constant(AT + "weight", matrix.T)], HIDDEN_STATES)
-    graph.node.extend(made.nodes)
-    graph.initializer.extend(made.constants.values())
-    with whole_file(graph_file) as temporary:
-        onnx.save(model, temporary)
+    with rewritten(graph_file) as model:
+        graph = model.graph
+        norms = [f"model.layers.{layer}.input_layernorm.weight" for layer in early]
+        found = {name: node.output[0] for node in graph.node for name in {*norms} & {*node.input}}
+        if len(found) < len(norms) or HIDDEN_STATES not in {output.name for output in graph.output}:
+            raise unlike(f"{graph_file} gives no states of the layers {list(early)}")
+        last = AT + "last"
+        for node in graph.node:
+            for names in (node.input, node.output):
+                names[:] = [last if name == HIDDEN_STATES else name for name in names]
+        made = Nodes()
+        states = made.add("Concat", [*(found[name] for name in norms), last], AT + "states", axis=-1)
+        if any(node.op_type == "MatMulNBits" for node in graph.node):
+            add_bytes(made, states, matrix, (AT + "weight", AT + "scales"), HIDDEN_STATES)
+        else:
+            made.add("MatMul", [states, made.constant(AT + "weight", matrix.T)], HIDDEN_STATES)
+        graph.node.extend(made.nodes)
+        graph.initializer.extend(made.constants.values())

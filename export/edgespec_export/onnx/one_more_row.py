@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER, SPARE_TOKENS
 
-from edgespec.core.files import whole_file
-from edgespec_export.onnx.folder import Nodes, set_nodes, unlike
+from edgespec_export.onnx.folder import Nodes, rewritten, set_nodes, unlike
 
 ATTENTION = "GroupQueryAttention"
 ROWS = slice(0, 3)  # inputs of the attention: queries, keys and values, or all of them in the first
@@ -40,31 +39,27 @@ def attend_one_more_row(graph_file: Path) -> bool:
 
     The data file stays. Raises EdgespecError where the graph has no attention of the expected kind.
     """
-    import onnx
-
-    model = onnx.load(graph_file, load_external_data=False)
-    attentions = [node for node in model.graph.node if node.op_type == ATTENTION]
-    if not attentions:
-        raise unlike(f"{graph_file} has no {ATTENTION}")
-    told = any(name for node in attentions for name in node.input[BY_ROW])
-    if told or any(entry.key == ROPE_BORDER for entry in model.metadata_props):
-        return False
-    made = Nodes()
-    for name, value in {"two": [2], "before": [0, 0, 0, 0], "zero": [0], "axis": [1]}.items():
-        made.constant(AT + name, np.array(value, np.int64))
-    longer: set[str] = set()  # names of lengths that one was added to
-    for node in model.graph.node:
-        if node.op_type == ATTENTION:
-            if not longer:
-                _how_many_rows(made, node)
-            _with_a_row(made, node, longer)
-        else:
-            made.nodes.append(node)
-    set_nodes(model.graph, made.nodes)
-    model.graph.initializer.extend(made.constants.values())
-    model.metadata_props.add(key=SPARE_TOKENS, value="1")
-    with whole_file(graph_file) as temporary:
-        onnx.save(model, temporary)
+    with rewritten(graph_file) as model:
+        attentions = [node for node in model.graph.node if node.op_type == ATTENTION]
+        if not attentions:
+            raise unlike(f"{graph_file} has no {ATTENTION}")
+        told = any(name for node in attentions for name in node.input[BY_ROW])
+        if told or any(entry.key == ROPE_BORDER for entry in model.metadata_props):
+            return False
+        made = Nodes()
+        for name, value in {"two": [2], "before": [0, 0, 0, 0], "zero": [0], "axis": [1]}.items():
+            made.constant(AT + name, np.array(value, np.int64))
+        longer: set[str] = set()  # names of lengths that one was added to
+        for node in model.graph.node:
+            if node.op_type == ATTENTION:
+                if not longer:
+                    _how_many_rows(made, node)
+                _with_a_row(made, node, longer)
+            else:
+                made.nodes.append(node)
+        set_nodes(model.graph, made.nodes)
+        model.graph.initializer.extend(made.constants.values())
+        model.metadata_props.add(key=SPARE_TOKENS, value="1")
     return True
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, whole_folder, write_json
-from edgespec_export.onnx.folder import DATA, unlike
+from edgespec_export.onnx.folder import DATA, rewritten, unlike
 
 TEMPLATE_LAYERS = 2  # the first layer is written in another way than all that follow
 ALIGNED = 2**16  # large tensors start at a multiple, so that they can be mapped
@@ -34,9 +34,6 @@ def repeat_layers(exported: Path, out_folder: Path, layers: int, turn: int = TUR
 
     Raises EdgespecError where the graph is not built of layers as expected.
     """
-    import onnx
-
-    model = onnx.load(exported / "model.onnx", load_external_data=False)
     config = read_json(exported / "genai_config.json")
     has = int(config["model"]["decoder"]["num_hidden_layers"])
     if layers != has and has != TEMPLATE_LAYERS:
@@ -44,13 +41,15 @@ def repeat_layers(exported: Path, out_folder: Path, layers: int, turn: int = TUR
             f"{exported} has {has} layers; only a graph of {TEMPLATE_LAYERS} can be made longer"
         )
     config["model"]["decoder"]["num_hidden_layers"] = layers
-    with whole_folder(out_folder) as folder:
+    with (
+        whole_folder(out_folder) as folder,
+        rewritten(exported / "model.onnx", folder / "model.onnx") as model,
+    ):
         shutil.copyfile(exported / DATA, folder / DATA)
         if layers > has:
             lengthen(model.graph, layers)
             with open(exported / DATA, "rb") as source, open(folder / DATA, "ab") as sink:
                 _repeat_weights(model.graph.initializer, layers, turn, source, sink)
-        onnx.save(model, folder / "model.onnx")
         write_json(folder / "genai_config.json", config)
 
 

@@ -26,12 +26,12 @@ from typing import Any
 
 from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_you_mean
 from edgespec.core.families import Family, leave_out
-from edgespec.core.files import read_json, whole_file, whole_folder
+from edgespec.core.files import read_json, whole_folder
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import corrected_folder, read_config
 from edgespec_export.onnx.families import check_settings, finish, prepare
-from edgespec_export.onnx.folder import unlike, written
+from edgespec_export.onnx.folder import rewritten, unlike, written
 from edgespec_export.onnx.one_more_row import attend_one_more_row
 from edgespec_export.onnx.smoothing import smoothed, write_factors
 from edgespec_export.onnx.to_onnx_stored import share_int8_table, store_halves, widen_int8
@@ -145,22 +145,18 @@ def write_fast_graph(folder: Path) -> None:
 
     Raises EdgespecError where the graph has no matrix with an accuracy level to change.
     """
-    import onnx
-
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    levels = [
-        attribute
-        for node in model.graph.node
-        if node.op_type == "MatMulNBits"
-        for attribute in node.attribute
-        if attribute.name == "accuracy_level"
-    ]
-    if not levels:
-        raise unlike(f"{folder / 'model.onnx'} has no MatMulNBits with an accuracy level")
-    for level in levels:
-        level.i = FAST_ACCURACY_LEVEL
-    with whole_file(folder / FAST_GRAPH) as temporary:
-        onnx.save(model, temporary)
+    with rewritten(folder / "model.onnx", folder / FAST_GRAPH) as model:
+        levels = [
+            attribute
+            for node in model.graph.node
+            if node.op_type == "MatMulNBits"
+            for attribute in node.attribute
+            if attribute.name == "accuracy_level"
+        ]
+        if not levels:
+            raise unlike(f"{folder / 'model.onnx'} has no MatMulNBits with an accuracy level")
+        for level in levels:
+            level.i = FAST_ACCURACY_LEVEL
 
 
 def check_config(config: dict[str, Any], model_folder: Path) -> Family:

@@ -25,7 +25,7 @@ from edgespec_runtime.untrusted.genai_settings import SETTINGS
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, write_json
-from edgespec_export.onnx.folder import CONTRIB, DATA, IN_GRAPH, Nodes, set_nodes, unlike
+from edgespec_export.onnx.folder import CONTRIB, Nodes, rewritten, save_whole, set_nodes, unlike
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.MatMul.weight"
 UINT8_ZERO = 128
@@ -57,7 +57,7 @@ def store_halves(folder: Path) -> None:
         casts.append(helper.make_node("Cast", [stored], [tensor.name], name=name, to=TensorProto.FLOAT))
         tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), stored))
     set_nodes(graph, [*casts, *graph.node])
-    _save_whole(model, folder)
+    save_whole(model, folder)
 
 
 def share_int8_table(folder: Path) -> None:
@@ -90,7 +90,7 @@ def share_int8_table(folder: Path) -> None:
     set_nodes(graph, [new for old in graph.node for new in (made.nodes if old == reader else [old])])
     graph.initializer.remove(tensors[TABLE])
     graph.initializer.extend(made.constants.values())
-    _save_whole(model, folder)
+    save_whole(model, folder)
 
 
 def widen_int8(folder: Path) -> None:
@@ -98,31 +98,29 @@ def widen_int8(folder: Path) -> None:
 
     Reads and writes the graph alone; the data file stays. Raises EdgespecError where the graph has no such node.
     """
-    import onnx
     from onnx import helper
 
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    graph = model.graph
-    nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
-    if not nodes:
-        raise unlike(f"{folder} has no MatMulNBits")
     made = Nodes()
-    for node in nodes:
-        settings = {attribute.name: attribute.i for attribute in node.attribute}
-        packed, scales = node.input[1:3]
-        rows, columns, size = settings["N"], settings["K"], settings["block_size"]
-        if settings["bits"] != 8 or columns % size or len([name for name in node.input if name]) != 3:
-            raise EdgespecError(
-                f"{node.name} of {folder} has {settings} and inputs {list(node.input)}; symmetric 8-bit blocks that fill "
-                "their rows are wanted"
-            )
-        inputs = [node.input[0], widen_matrix(made, packed, scales, rows, columns, size)]
-        product = helper.make_node(PRODUCT, inputs, node.output, name=node.name, domain=CONTRIB, transB=1)
-        node.CopyFrom(product)
-    graph.initializer.extend(made.constants.values())
-    set_nodes(graph, [*made.nodes, *graph.node])
-    bytes_in_rows(graph)
-    onnx.save(model, folder / "model.onnx")
+    with rewritten(folder / "model.onnx") as model:
+        graph = model.graph
+        nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
+        if not nodes:
+            raise unlike(f"{folder} has no MatMulNBits")
+        for node in nodes:
+            settings = {attribute.name: attribute.i for attribute in node.attribute}
+            packed, scales = node.input[1:3]
+            rows, columns, size = settings["N"], settings["K"], settings["block_size"]
+            if settings["bits"] != 8 or columns % size or len([name for name in node.input if name]) != 3:
+                raise EdgespecError(
+                    f"{node.name} of {folder} has {settings} and inputs {list(node.input)}; symmetric 8-bit blocks that fill "
+                    "their rows are wanted"
+                )
+            inputs = [node.input[0], widen_matrix(made, packed, scales, rows, columns, size)]
+            product = helper.make_node(PRODUCT, inputs, node.output, name=node.name, domain=CONTRIB, transB=1)
+            node.CopyFrom(product)
+        graph.initializer.extend(made.constants.values())
+        set_nodes(graph, [*made.nodes, *graph.node])
+        bytes_in_rows(graph)
     widen_once(folder)
 
 
@@ -152,12 +150,3 @@ def widen_once(folder: Path) -> None:
     settings = read_json(folder / SETTINGS)
     settings["model"]["decoder"]["session_options"] |= dict([WIDEN_ONCE])
     write_json(folder / SETTINGS, settings)
-
-
-def _save_whole(model: Any, folder: Path) -> None:
-    import onnx
-
-    (folder / DATA).unlink()
-    onnx.save(
-        model, folder / "model.onnx", save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH
-    )
