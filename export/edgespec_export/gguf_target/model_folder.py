@@ -107,14 +107,16 @@ def _places(config: Mapping[str, Any], family: Family) -> dict[str, Place]:
     """{GGUF name: its place} of all tensors of a model."""
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         **{"attn_q": (heads * size, hidden), "attn_k": (kv_heads * size, hidden)},
         **{"attn_v": (kv_heads * size, hidden), "attn_output": (hidden, heads * size)},
         **{"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)},
+        **{"attn_norm": (hidden,), "ffn_norm": (hidden,)},
+        **({"attn_q_norm": (size,), "attn_k_norm": (size,)} if family.head_norms else {}),
     }
     pairs = {"attn_q": heads, "attn_k": kv_heads} if family.permute_qk else {}
-    biased = {name for name in shapes if name.startswith("attn") and config["attention_bias"]}
-    biased |= {name for name in shapes if name.startswith("ffn") and config.get("mlp_bias")}
+    has_bias = {"attn": config["attention_bias"], "ffn": config.get("mlp_bias")}
+    biased = {name for name, of in shapes.items() if len(of) == 2 and has_bias[name.partition("_")[0]]}
     biased = {"attn_q", "attn_k", "attn_v"} if family.attention_bias else biased
     found = {
         "token_embd.weight": Place("model.embed_tokens.weight", (config["vocab_size"], hidden)),
@@ -122,18 +124,12 @@ def _places(config: Mapping[str, Any], family: Family) -> dict[str, Place]:
     }
     if not config["tie_word_embeddings"]:
         found["output.weight"] = Place("lm_head.weight", (config["vocab_size"], hidden))
-    norms = {"attn_norm": hidden, "ffn_norm": hidden}
-    if family.head_norms:
-        norms |= {"attn_q_norm": size, "attn_k_norm": size}
     for layer in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             here, there = f"blk.{layer}.{name}", f"model.layers.{layer}.{family.gguf_parts[name]}"
             found[f"{here}.weight"] = Place(f"{there}.weight", shape, pairs.get(name, 0))
             if name in biased:
                 found[f"{here}.bias"] = Place(f"{there}.bias", shape[:1], pairs.get(name, 0))
-        for name, width in norms.items():
-            there = f"model.layers.{layer}.{family.gguf_parts[name]}.weight"
-            found[f"blk.{layer}.{name}.weight"] = Place(there, (width,))
     return found
 
 

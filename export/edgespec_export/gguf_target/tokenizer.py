@@ -76,7 +76,7 @@ class Tables:
 
     def __init__(self, file: Path, header: Header) -> None:
         self.file, self.header = file, header
-        self.model = self.text("model")
+        self.model = self.value("model", str, "none")
         self.tokens = self.array("tokens", str)
         twice = next((text for text, count in Counter(self.tokens).items() if count > 1), None)
         if twice is not None:
@@ -90,23 +90,15 @@ class Tables:
             raise InputError(f"{file} has an empty token ({self.tokens.index('')}); {AGAIN}")
         self.types = self.array("token_type", int | float) or [int(TokenType.NORMAL)] * len(self.tokens)
 
-    def _value(self, name: str) -> Any:
-        return self.header.values.get(f"tokenizer.ggml.{name}")
-
-    def text(self, name: str) -> str:
-        seen = self._value(name)
-        return seen if isinstance(seen, str) else "none"
+    def value(self, name: str, kind: type[Any], usual: Any) -> Any:
+        """What the file says at a key; `usual` where that is of another type, or nothing."""
+        seen = self.header.values.get(f"tokenizer.ggml.{name}")
+        return seen if type(seen) is kind else usual
 
     def number(self, name: str) -> int | None:
         """A token's id, None where the file names none of its tokens."""
-        seen = self._value(name)
-        if not isinstance(seen, int) or isinstance(seen, bool):
-            return None
+        seen = self.value(name, int, -1)
         return seen if 0 <= seen < len(self.tokens) else None
-
-    def flag(self, name: str, usual: bool) -> bool:
-        seen = self._value(name)
-        return seen if isinstance(seen, bool) else usual
 
     def array(self, name: str, kind: Any) -> list[Any]:
         array = self.header.arrays.get(f"tokenizer.ggml.{name}")
@@ -142,7 +134,10 @@ class Tables:
 
     def ends(self, *, bos: bool) -> dict[str, Any] | None:
         """The post-processor that puts bos before a text and eos behind it, where the file wants these; `bos`: unless it says."""
-        wanted = {"bos": self.flag("add_bos_token", bos), "eos": self.flag("add_eos_token", False)}
+        wanted = {
+            "bos": self.value("add_bos_token", bool, bos),
+            "eos": self.value("add_eos_token", bool, False),
+        }
         used = {role: index for role, index in self.roles().items() if wanted.get(role)}
         if not used:
             return None
@@ -187,7 +182,7 @@ def _spec(tables: Tables, model: Mapping[str, Any], *, bos: bool, **parts: Any) 
 
 
 def _byte_level(tables: Tables) -> dict[str, Any]:
-    pre = tables.text("pre")
+    pre = tables.value("pre", str, "none")
     steps = next((steps for steps, name in PRE_TOKENIZERS.items() if name == _ALIASES.get(pre, pre)), None)
     if steps is None:
         raise InputError(
@@ -232,7 +227,7 @@ def _sentencepiece(tables: Tables) -> dict[str, Any]:
             "scores) are read: give the model's folder or hub id instead"
         )
     vocabulary = tables.used()
-    prefix = tables.flag("add_space_prefix", True)
+    prefix = tables.value("add_space_prefix", bool, True)
     marks: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     strip: list[dict[str, Any]] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     unknown = tables.number("unknown_token_id")
