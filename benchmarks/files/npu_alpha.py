@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edgespec_export.npu.qdq import BITS, calibrate, export_qdq, written_rows
+from edgespec_export.bits.texts import written_rows
+from edgespec_export.npu.qdq import BITS, calibrate, export_qdq
 from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from edgespec_export.npu.qdq import BITS, calibrate, export_qdq, written_rows
+from edgespec_export.bits.texts import written_rows
+from edgespec_export.npu.qdq import BITS, calibrate, export_qdq
 from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, PRECISIONS, export_onnx
 from edgespec_runtime.doctor.block_difference import block_difference

@@ -266,7 +266,7 @@ class ExportStages:
 
     def _calibration_rows(self, target: Path) -> list[list[int]]:
         """Text for the ranges of integer activations: the target's own responses, else the held-out prompts."""
-        from edgespec_export.npu.qdq import written_rows
+        from edgespec_export.bits.texts import written_rows
 
         return written_rows(self._responses()) or self._verify_prompts(
             target, self.recipe.export.verify_prompts

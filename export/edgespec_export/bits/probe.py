@@ -164,7 +164,7 @@ class Probe:
             for group in self.groups:
                 rounded = {name: probed(self.matrix(name)) for name in group.tensors}
                 error = sum(float(self.errors(name, value).sum()) for name, value in rounded.items())
-                with self._replaced(rounded), self._from_layer(group.layer):
+                with self._replaced(rounded.__getitem__, group.tensors), self._from_layer(group.layer):
                     seen = list(self._logits(texts))
                 kl = _quality(seen, wanted).kl
                 found[group.name] = max(kl, 0.0) / error if error > 0 else 0.0
@@ -175,24 +175,18 @@ class Probe:
         """Of the model with `rounded` matrices in place of those named, on the held-out texts. The weights are then as before."""
         if self._held_out is None:
             self._held_out = list(self._logits(self.texts.held_out))
+        with self._replaced(rounded, names):
+            return _quality(self._logits(self.texts.held_out), self._held_out)
+
+    @contextmanager
+    def _replaced(self, rounded: Callable[[str], Array], names: Sequence[str]) -> Iterator[None]:
         try:
             for name in names:
                 self.weights[name].copy_(torch.from_numpy(rounded(name)))
-            return _quality(self._logits(self.texts.held_out), self._held_out)
+            yield
         finally:  # from the folder: a second copy of all weights would take their memory
             for name in names:
                 self.weights[name].copy_(torch.from_numpy(self._stored.whole(name)))
-
-    @contextmanager
-    def _replaced(self, rounded: Mapping[str, Array]) -> Iterator[None]:
-        before = {name: self.weights[name].clone() for name in rounded}
-        try:
-            for name, value in rounded.items():
-                self.weights[name].copy_(torch.from_numpy(value))
-            yield
-        finally:
-            for name, floats in before.items():
-                self.weights[name].copy_(floats)
 
     def _logits(self, texts: Sequence[Text]) -> Iterator[torch.Tensor]:
         """Logits [positions, V] of a few texts at a time, in order."""

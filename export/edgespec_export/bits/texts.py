@@ -1,4 +1,7 @@
-"""The text that bits are chosen on: the target's own replies, a part for measuring what each tensor bears, a part held out."""
+"""The text that bits are chosen on: the target's own replies, a part for measuring what each tensor bears, a part held out.
+
+The ranges of integer activations are found on the same replies.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ IMPORTANCE = 4096  # most tokens whose activations are squared and summed
 # Parameters above which fewer positions are read, so that the work stays that of such a model; down to a quarter of them.
 FULL = 2**29
 LEAST_SHARE = 1 / 4
+ROWS = 16  # of text that ranges are found on; docs/devices.md was measured with them
 LONGEST = 192  # tokens of a text: rows are padded to the longest
 
 
@@ -48,6 +52,15 @@ def written_texts(folder: Path) -> list[Text]:
         for shard in sorted(folder.glob("shard-*.jsonl"))
         for row in read_jsonl(shard)
     ]
+
+
+def written_rows(folder: Path, count: int = ROWS) -> list[list[int]]:
+    """Real text for the ranges of integer activations: prompt and response ids of `count` of the rows in a build's generate/.
+
+    They are spread over the shards; fewer where there are fewer, none where there is no shard.
+    """
+    rows = [text.tokens for text in written_texts(folder)]
+    return rows[:: max(1, len(rows) // count)][:count]
 
 
 def split(texts: Iterable[Text], context: int, parameters: int = 0) -> Texts:

@@ -27,7 +27,7 @@ import numpy as np
 from edgespec_runtime.engines.static import SETTINGS, StaticEngine, read_static_settings
 
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.files import read_jsonl, scratch_beside, whole_folder, write_json
+from edgespec.core.files import scratch_beside, whole_folder, write_json
 from edgespec.core.progress import progress
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec_export.npu.graph import ALIGNED, DATA
@@ -37,8 +37,6 @@ Array = np.ndarray[Any, Any]
 Ranges = dict[str, tuple[float, float]]
 BITS = {"qdq8": 8, "qdq16": 16}
 """Of the activations, by precision."""
-ROWS = 16
-"""Rows of text that docs/devices.md was measured with."""
 QUANTISED = ("MatMul", "Add", "Mul", "Sigmoid", "Softmax", "Concat", "Reshape", "Transpose")
 FLOOR = 20.0
 
@@ -137,12 +135,6 @@ def _pieces(row: list[int], blocks: dict[str, int]) -> Iterator[list[int]]:
         at += rest
 
 
-def _widen(ranges: Ranges, name: str, seen: tuple[float, float]) -> None:
-    """The range of `name` holds `seen` too."""
-    low, high = ranges.get(name, seen)
-    ranges[name] = min(low, seen[0]), max(high, seen[1])
-
-
 class _Watched(StaticEngine):
     """Float graphs that widen `ranges` by what they compute, and no others beside them: each has weights of its own in memory."""
 
@@ -181,21 +173,16 @@ class _Observed:
             watched.unlink(missing_ok=True)
 
     def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        self._see("attention_mask", feeds["attention_mask"])
-        for name, value in feeds.items():
-            if name.startswith("past."):
-                self._see(name, value)
         results = dict(zip(self.names, self.session.run(self.names, feeds), strict=True))
-        for name, value in results.items():
+        for name, value in (*feeds.items(), *results.items()):
             if name.endswith(".scores.masked"):
-                seen = value[value > self.masked / 2]
-                self._see(name, np.array([seen.min() - FLOOR, seen.max()]))
-            else:
-                self._see(name, value)
+                value = value[value > self.masked / 2]
+                value = np.array([value.min() - FLOOR, value.max()])
+            if name.startswith("past.") or name == "attention_mask" or name in results:
+                low, high = float(value.min()), float(value.max())
+                before = self.ranges.get(name, (low, high))
+                self.ranges[name] = min(low, before[0]), max(high, before[1])
         return results
-
-    def _see(self, name: str, value: Array) -> None:
-        _widen(self.ranges, name, (float(value.min()), float(value.max())))
 
 
 def _quantised(path: Path, scratch: Path, precision: str, ranges: Ranges) -> Any:
@@ -263,16 +250,3 @@ def _share(model: Any, sink: DataFile, shared: dict[tuple[str, bytes], Any]) -> 
         if key not in shared:
             shared[key] = sink.add(tensor.name, values)
         tensor.CopyFrom(shared[key])
-
-
-def written_rows(folder: Path, count: int = ROWS) -> list[list[int]]:
-    """Real text for the ranges: prompt and response ids of `count` rows that the target wrote for the distillation.
-
-    They are spread over the shards of a build's generate/; fewer where there are fewer, none where there is no shard.
-    """
-    rows = [
-        [*row["prompt_ids"], *row["response_ids"]]
-        for shard in sorted(folder.glob("shard-*.jsonl"))
-        for row in read_jsonl(shard)
-    ]
-    return rows[:: max(1, len(rows) // count)][:count]

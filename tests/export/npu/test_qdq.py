@@ -11,8 +11,9 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from edgespec_export.bits.texts import written_rows
 from edgespec_export.npu import qdq
-from edgespec_export.npu.qdq import BITS, FLOOR, Calibration, calibrate, export_qdq, written_rows
+from edgespec_export.npu.qdq import BITS, FLOOR, Calibration, calibrate, export_qdq
 from edgespec_export.npu.to_npu import export_npu, export_static
 from edgespec_export.verify.readback import static_weights
 from edgespec_runtime.engines.static import StaticEngine, read_static_settings
