@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -122,9 +123,7 @@ def test_the_bundle_is_whole(built: Path) -> None:
 def test_no_logit_changes(built: Path, tmp_path: Path) -> None:
     target, head = target_of(built), built / "distill" / "model"
     export_onnx(target, tmp_path / "alone", "fp32", hidden_states=True)
-    export_for_head(
-        head, tmp_path / "joined", lambda out: export_onnx(target, out, "fp32", hidden_states=True)
-    )
+    export_for_head(head, tmp_path / "joined", partial(export_onnx, target, precision="fp32"))
     logits, features = [], []
     for name in ("alone", "joined"):
         engine = OnnxRuntimeEngine(tmp_path / name, threads=1)

@@ -84,11 +84,10 @@ class Mixed:
                 self.folder,
                 kinds=chosen.kinds,
                 importance=self.probe.importance,
-                hidden_states=head is not None,
                 log=log_of(out_folder),
                 about={CHOICE: asdict(chosen)},
             )
-            return export(place) if head is None else export_for_head(head, place, export)
+            return export_for_head(head, place, export)
 
         def size(place: Path) -> int:
             return sum((place / name).stat().st_size for name in ("model.onnx", DATA, FAST_GRAPH))

@@ -177,8 +177,7 @@ def _export_graphs(source: Path, file: ExportedFile, mixed: Any, head: Path | No
         return made
     export: Callable[..., dict[str, Any]]
     export = export_int4 if file.held == "int4" else partial(export_onnx, precision=file.precision)
-    export = partial(export, source, hidden_states=head is not None, log=log_of(file.path))
-    return export(file.path) if head is None else export_for_head(head, file.path, export)
+    return export_for_head(head, file.path, partial(export, source, log=log_of(file.path)))
 
 
 def check_possible(target: Path, drafter: ModelShape | Path | None, options: ExportOptions) -> list[str]:

@@ -26,10 +26,6 @@ from edgespec_export.onnx.folder import rewritten, unlike
 
 Array = np.ndarray[Any, Any]
 
-_SETS = {
-    "short": "small",
-    "long": "large",
-}  # of LongRoPE's tables: ours, and the ending of the builder's names
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")  # one table each, torch's own
 ACTIVATIONS = frozenset(  # of the builder, each held against torch
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
@@ -173,13 +169,12 @@ def _tables(model_folder: Path, family: Family) -> tuple[int | None, list[tuple[
     """LongRoPE's border, and (name in the graph, [positions, rotated / 2] float32) of every table as torch computes it."""
     rotary = rotary_of(model_folder)
     border, context = _border(rotary.config), rotary.config.max_position_embeddings
-    lengths = {"": context} if border is None else {"short": border, "long": context}
+    lengths = {"": context} if border is None else {"_small": border, "_large": context}  # by ending
     found = []
     for kind, name in family.onnx_tables.items():
-        for which, length in lengths.items():
-            own = f"{name}_{_SETS[which]}" if which else name
+        for ending, length in lengths.items():
             cosines, sines = rope_tables(rotary, length, kind)
-            found += [(f"cos_{own}", cosines), (f"sin_{own}", sines)]
+            found += [(f"cos_{name}{ending}", cosines), (f"sin_{name}{ending}", sines)]
     return border, found
 
 

@@ -27,16 +27,16 @@ AT = "/joined_states/"
 
 
 def export_for_head(
-    head_folder: Path, out_folder: Path, export: Callable[[Path], dict[str, Any]]
+    head_folder: Path | None, out_folder: Path, export: Callable[..., dict[str, Any]]
 ) -> dict[str, Any]:
-    """Write a target's graphs with the features that a head reads. `export` writes them with the last hidden state into a folder.
+    """Write a target's graphs with the features that a head reads; of a model without a head, its graphs as they are.
 
-    `out_folder` becomes whole or is not there. Returns what `export` returns, with the bytes as they are then. Raises InputError
-    where the head is damaged.
+    `export` writes them into a folder, told whether with the last `hidden_states`. `out_folder` becomes whole or is not there.
+    Returns what `export` returns, with the bytes as they are then. Raises InputError where the head is damaged.
     """
-    early = target_layers(head_folder)
-    if not early:
-        return export(out_folder)
+    early = target_layers(head_folder) if head_folder is not None else ()
+    if head_folder is None or not early:
+        return export(out_folder, hidden_states=head_folder is not None)
     matrix = head_weights(head_folder).get(JOINING)
     if matrix is None or matrix.ndim != 2 or matrix.shape[1] != matrix.shape[0] * (len(early) + 1):
         raise InputError(
@@ -44,7 +44,7 @@ def export_for_head(
         )
     with scratch_beside(out_folder, "alone") as scratch:
         alone = scratch / out_folder.name
-        made = export(alone)
+        made = export(alone, hidden_states=True)
         matrix = matrix * _true_states(alone, early, len(matrix))
         for name in ("model.onnx", FAST_GRAPH):
             if (alone / name).is_file():

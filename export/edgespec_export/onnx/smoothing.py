@@ -115,12 +115,6 @@ def _at_least(squares: Any) -> Any:
     return squares.clamp(min=float(LEAST**2 * mean)) if mean > 0 else squares + 1
 
 
-def write_factors(folder: Path, factors: dict[str, Array]) -> None:
-    from safetensors.numpy import save_file
-
-    save_file(factors, folder / FACTORS)
-
-
 def read_factors(folder: Path, width: int) -> dict[str, Array]:
     """By a norm's name, what its `width` weights were divided by; nothing where a folder was not smoothed.
 

@@ -33,7 +33,7 @@ from edgespec.model_folder.config import corrected_folder, read_config
 from edgespec_export.onnx.families import check_settings, finish, prepare
 from edgespec_export.onnx.folder import rewritten, unlike, written
 from edgespec_export.onnx.one_more_row import attend_one_more_row
-from edgespec_export.onnx.smoothing import smoothed, write_factors
+from edgespec_export.onnx.smoothing import FACTORS, smoothed
 from edgespec_export.onnx.to_onnx_stored import share_int8_table, store_halves, widen_int8
 
 ACCURACY_LEVEL = 1  # float activations
@@ -113,7 +113,9 @@ def export_onnx(
                     f"the ONNX model builder cannot export {model_folder}: {error}; its output is in {log}"
                 ) from error
         if factors:
-            write_factors(folder, factors)
+            from safetensors.numpy import save_file
+
+            save_file(factors, folder / FACTORS)
         copy_tokenizer(model_folder, folder)
         _check_written(folder / "genai_config.json", config)
         finish(folder, model_folder, config)

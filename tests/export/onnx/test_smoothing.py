@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,7 @@ def test_a_head_gets_the_states_as_they_are(with_outliers: Path, tmp_path: Path)
     write_json(head / HEAD_FILE, {"shape": {"target_layers": list(early)}})
     save_file({JOINING: matrix}, head / WEIGHTS)
     (tmp_path / ".onnx.alone.x1").mkdir()  # of a run that was killed
-    made = export_for_head(
-        head, tmp_path / "onnx", lambda out: export_onnx(with_outliers, out, "int8", hidden_states=True)
-    )
+    made = export_for_head(head, tmp_path / "onnx", partial(export_onnx, with_outliers, precision="int8"))
     assert made["bytes"] == sum(file.stat().st_size for file in (tmp_path / "onnx").iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "onnx"]
     engine = OnnxRuntimeEngine(tmp_path / "onnx", threads=1)
