@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
 from edgespec.model_folder.config import read_config
 from edgespec.planning.costs import BUILDER, WHOLE
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.folder import DATA, written
+from edgespec_export.onnx.folder import DATA, rewritten, written
 from edgespec_export.onnx.repeat import TEMPLATE_LAYERS, append_data, layer_of, lengthen, moved
 from edgespec_export.onnx.to_onnx import export_onnx, log_of, write_fast_graph
 
@@ -90,6 +90,7 @@ def export_by_layers(
     with (
         scratch_beside(out_folder, "slices") as scratch,
         progress("export layers", shape.layers, "layers") as bar,
+        whole_folder(out_folder) as folder,
     ):
 
         def exported(first: int) -> Path:
@@ -103,7 +104,26 @@ def export_by_layers(
             bar.update(TEMPLATE_LAYERS if first + TEMPLATE_LAYERS <= shape.layers else 1)
             return made
 
-        _join(exported, out_folder, shape.layers, model_folder)
+        template = exported(0)
+        settings = read_json(template / "genai_config.json")
+        settings["model"]["decoder"]["num_hidden_layers"] = shape.layers
+        shutil.move(template / DATA, folder / DATA)
+        with (
+            rewritten(template / "model.onnx", folder / "model.onnx") as model,
+            open(folder / DATA, "ab") as sink,
+        ):
+            lengthen(model.graph, shape.layers)
+            for tensor in model.graph.initializer:
+                # the last norm, which the graph numbers as a layer behind the others
+                if layer_of(tensor.name) == TEMPLATE_LAYERS:
+                    tensor.name = moved(tensor.name, shape.layers - TEMPLATE_LAYERS)
+            for first in range(TEMPLATE_LAYERS, shape.layers, TEMPLATE_LAYERS):
+                part = exported(first)
+                model.graph.initializer.extend(_weights(part, first, shape.layers, sink))
+                shutil.rmtree(part)
+        write_json(folder / "genai_config.json", settings)
+        copy_tokenizer(model_folder, folder)
+        write_fast_graph(folder)
     return written(out_folder, "exported two layers at a time")
 
 
@@ -141,33 +161,6 @@ def _write_slice(
         if name.endswith(".bias") and not tensors[placed].any():
             tensors[placed].fill(NEXT_TO_ZERO)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _join(exported: Callable[[int], Path], out_folder: Path, layers: int, model: Path) -> None:
-    import onnx
-
-    template = exported(0)
-    graph_file = onnx.load(template / "model.onnx", load_external_data=False)
-    graph = graph_file.graph
-    settings = read_json(template / "genai_config.json")
-    settings["model"]["decoder"]["num_hidden_layers"] = layers
-    with whole_folder(out_folder) as folder:
-        shutil.move(template / DATA, folder / DATA)
-        lengthen(graph, layers)
-        for tensor in graph.initializer:
-            # the last norm, which the graph numbers as a layer behind the others
-            if layer_of(tensor.name) == TEMPLATE_LAYERS:
-                tensor.name = moved(tensor.name, layers - TEMPLATE_LAYERS)
-        with open(folder / DATA, "ab") as sink:
-            for first in range(TEMPLATE_LAYERS, layers, TEMPLATE_LAYERS):
-                part = exported(first)
-                graph.initializer.extend(_weights(part, first, layers, sink))
-                shutil.rmtree(part)
-        onnx.save(graph_file, folder / "model.onnx")
-        write_json(folder / "genai_config.json", settings)
-        copy_tokenizer(model, folder)
-        write_fast_graph(folder)
-    shutil.rmtree(template, ignore_errors=True)
 
 
 def _weights(part: Path, first: int, layers: int, sink: BinaryIO) -> Iterator[Any]:
