@@ -29,7 +29,7 @@ ROUND = Hardware("round", 4, 1e12, 1e11, 64 * GIB)
 
 def timed(values: dict[str, Any], hardware: Hardware = ROUND) -> dict[str, StageTime]:
     """Every stage of a recipe by name."""
-    recipe = resolve({"target": "x", **values}, {})
+    recipe = resolve({"target": "llama-2-7b-chat", **values}, {})
     return {time.cost.stage: time for time in stage_times(recipe, TARGET, DRAFTER, hardware, *SHARES)}
 
 
@@ -68,7 +68,7 @@ def test_a_server_generates_in_its_own_time() -> None:
 
 def test_each_process_holds_its_share_of_a_batch() -> None:
     values = {"pretrain": {"batch_size": 32}, "distill": {"micro_batch_size": 2}}
-    shared = for_processes(resolve({"target": "x", **values}, {}), 8)
+    shared = for_processes(resolve({"target": "llama-2-7b-chat", **values}, {}), 8)
     assert (shared.pretrain.micro_batch_size, shared.distill.micro_batch_size) == (4, 2)
     one, many = (timed(values, replace(ROUND, count=count)) for count in (1, 8))
     assert many["pretrain"].memory < one["pretrain"].memory
@@ -77,9 +77,13 @@ def test_each_process_holds_its_share_of_a_batch() -> None:
 
 
 def test_how_many_devices_can_share_the_batches() -> None:
-    paper = resolve({"target": "x", "pretrain": {"batch_size": 496}, "distill": {"batch_size": 40}}, {})
+    paper = resolve(
+        {"target": "llama-2-7b-chat", "pretrain": {"batch_size": 496}, "distill": {"batch_size": 40}}, {}
+    )
     assert [usable(paper, count) for count in (1, 2, 3, 8, 16, 32)] == [1, 2, 2, 8, 8, 8]
-    distilled = resolve({"target": "x", "pretrain": {"steps": 0}, "distill": {"batch_size": 40}}, {})
+    distilled = resolve(
+        {"target": "llama-2-7b-chat", "pretrain": {"steps": 0}, "distill": {"batch_size": 40}}, {}
+    )
     assert usable(distilled, 32) == 20
 
 
