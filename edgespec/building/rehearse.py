@@ -92,14 +92,18 @@ def run(target: str, options: RehearsalOptions, command: str, json: str = "") ->
     """Rehearse a build of `target`, an alias or a folder with a config.json; `command`: what the folder's lock says;
     `json`: where every stage's time and memory go as JSON.
 
-    Raises InputError where there is too little room or the folder is another's, CheckFailed where a bound is broken.
+    Raises InputError where there is too little room or the folder is another's, MissingExtra without llama.cpp, CheckFailed where
+    a bound is broken.
     """
+    from edgespec_runtime.engines.llamacpp import load_library
+
     out, shape = Path(options.out).expanduser(), target_shape(target, options)
     print(describe(shape, derive(shape, DrafterOptions())), end="\n\n")
     needed = _preflight(out, shape, options)
     if options.check_only:
         write_result(json, needed)
         return 0
+    load_library()  # or says that it is missing: the target's file writes, and both of the pair run
     with held(out, command):
         _claim(out, target, options, shape)
         write_text(out / "command.txt", command + "\n")

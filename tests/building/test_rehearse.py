@@ -14,13 +14,14 @@ from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.synthetic.checkpoint import INDEX, write_checkpoint
 from edgespec_recipes.models.low_memory import budgets, device_map
 from edgespec_recipes.target_names.rehearsal_data import write_tokenizer
+from edgespec_runtime.engines import llamacpp
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 
 from edgespec.building import rehearse
 from edgespec.building.measured import run_measured
 from edgespec.building.rehearse import MEASURED, STAGES, TALKS, TINY, needed_disk
 from edgespec.building.rehearse_stages import RehearsalOptions, main
-from edgespec.core.errors import CheckFailed, EdgespecError, InputError
+from edgespec.core.errors import CheckFailed, EdgespecError, InputError, MissingExtra
 from edgespec.core.files import read_json, write_json
 from edgespec.planning.plan import UNMEASURED
 
@@ -145,6 +146,14 @@ def test_too_little_room_is_said_before_anything_is_made(
     monkeypatch.setattr(rehearse, what, lambda *_: 2**30)
     with pytest.raises(InputError, match=words):
         rehearsed(tmp_path / "out", shape="")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_llama_cpp_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp, "_library", None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(MissingExtra, match="llama-cpp-python"):
+        rehearsed(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
