@@ -54,9 +54,8 @@ def where_of(setting: Setting) -> str:
 def rate_of(setting: Setting, rule: str) -> Values | None:
     """α by a rule as (value, low, high); None where that build did not measure it."""
     forced, metrics = setting["metrics"].get("alpha_teacher_forced"), setting["metrics"]
-    same = (
-        forced if setting["temperature"] == 0 else None
-    )  # there every rule is the agreement of two argmaxes
+    # at temperature 0 every rule is the agreement of two argmaxes
+    same = forced if setting["temperature"] == 0 else None
     return forced if rule == LOSSLESS else metrics.get(f"alpha_{rule}") or same
 
 
