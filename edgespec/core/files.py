@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.free_space import folder_at
@@ -47,6 +47,11 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
+
+
+def write_array(stream: BinaryIO, values: Any) -> None:
+    """Append the bytes of a NumPy array. Its own `tofile` is silent where the last bytes find no room."""
+    stream.write(values.ravel().view("u1").data)
 
 
 def write_json(path: Path, value: Any) -> None:

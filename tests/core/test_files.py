@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small_files import files_of_at_most
 
@@ -23,6 +24,7 @@ from edgespec.core.files import (
     shares_blocks,
     whole_file,
     whole_folder,
+    write_array,
     write_bytes,
     write_json,
     writing,
@@ -61,6 +63,23 @@ def test_a_full_device_is_one_clear_message() -> None:
         open("/dev/full", "wb") as stream,
     ):
         stream.write(b"x" * 100_000)
+
+
+def test_an_arrays_last_bytes_that_find_no_room_are_missed(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match="File too large"),
+        files_of_at_most(1000),
+        open(tmp_path / "file", "wb") as stream,
+    ):
+        write_array(stream, np.zeros(1001, np.uint8))
+
+
+def test_an_arrays_bytes_are_those_of_its_rows(tmp_path: Path) -> None:
+    values = np.arange(24, dtype=np.float32).reshape(4, 6)
+    for array in (values, values.T, values[:, ::2], values[1:1], np.array(3, np.int16)):
+        with open(tmp_path / "file", "wb") as stream:
+            write_array(stream, array)
+        assert (tmp_path / "file").read_bytes() == array.tobytes()
 
 
 def test_whole_folder_is_all_or_nothing(tmp_path: Path) -> None:

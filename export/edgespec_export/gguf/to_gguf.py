@@ -20,7 +20,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.families import Family, family_for, leave_out
-from edgespec.core.files import whole_file
+from edgespec.core.files import whole_file, write_array
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import read_tensors
@@ -217,7 +217,7 @@ def _append(writer: GGUFWriter, stream: BinaryIO, pieces: Iterator[Array]) -> No
     writer.write_padding(stream, stream.tell())
     size = 0
     for piece in pieces:
-        piece.tofile(stream)
+        write_array(stream, piece)
         size += piece.nbytes
     writer.write_padding(stream, size)
 

@@ -23,7 +23,7 @@ from gguf.quants import dequantize
 
 from edgespec.core.errors import InputError, NoRoom
 from edgespec.core.families import Family
-from edgespec.core.files import whole_file, whole_folder, write_json
+from edgespec.core.files import whole_file, whole_folder, write_array, write_json
 from edgespec.core.folder_lock import held
 from edgespec.core.progress import progress
 from edgespec.model_folder.weights_files import BITS, SINGLE, header_of, refuse_pointer
@@ -170,7 +170,7 @@ def _write_weights(out: Path, file: Path, header: Header, places: Mapping[str, P
         with progress(f"expand {file.name}", _size(tensors) // 2**20, "MiB") as bar:
             for name, place in places.items():
                 for piece in _rows(file, header.tensors[name], place):
-                    stream.write(piece.data)  # NumPy's tofile is silent where the last bytes find no room
+                    write_array(stream, piece)
                 bar.update(stream.tell() // 2**20 - int(bar.n))
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
-from edgespec.core.files import whole_file
+from edgespec.core.files import whole_file, write_array
 
 DATA = "model.onnx.data"
 IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
@@ -31,7 +31,7 @@ class DataFile:
         kind = helper.np_dtype_to_tensor_dtype(values.dtype)
         tensor = TensorProto(name=name, dims=values.shape, data_type=kind)
         self.begin(tensor, values.nbytes)
-        np.ascontiguousarray(values).tofile(self.stream)
+        write_array(self.stream, values)
         return tensor
 
     def begin(self, tensor: Any, length: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.core.files import whole_file, write_json
+from edgespec.core.files import whole_file, write_array, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.weights_files import INDEX, header_of
@@ -70,7 +70,7 @@ def _write_shard(file: Path, shard: list[Tensor], seed: int, places: dict[str, i
         for name, size in shard:
             generator = np.random.Generator(np.random.SFC64([seed, places[name]]))
             for floats in drawn(size, generator, bias=name.endswith(".bias")):
-                (floats.view(np.uint32) >> 16).astype(np.uint16).tofile(stream)  # bf16: the upper half
+                write_array(stream, (floats.view(np.uint32) >> 16).astype(np.uint16))  # bf16: the upper half
 
 
 def drawn(size: tuple[int, ...], generator: np.random.Generator, *, bias: bool) -> Iterator[Floats]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
-from edgespec.core.files import whole_folder
+from edgespec.core.files import whole_folder, write_array
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
@@ -75,7 +75,7 @@ def _write(file: Path, shapes: dict[str, tuple[int, ...]], values: Weights, bar:
         for name, value in values:
             if name in missing:
                 stream.seek(places[name])
-                np.ascontiguousarray(value, np.float32).tofile(stream)
+                write_array(stream, np.asarray(value, np.float32))
                 missing.discard(name)
                 bar.update(1)
     return missing

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, sha256_file, whole_file, write_json
+from edgespec.core.files import read_json, sha256_file, whole_file, write_array, write_json
 from edgespec.core.progress import progress
 
 log = logging.getLogger(__name__)
@@ -144,8 +144,8 @@ def _go_on(
         return SHARD_TOKENS if wanted is None else min(SHARD_TOKENS, wanted - state.tokens)
 
     def written(documents: int, begun: int) -> State:
-        with whole_file(shard_file(folder, len(state.shards))) as temporary:
-            piece[:filled].tofile(temporary)
+        with whole_file(shard_file(folder, len(state.shards))) as temporary, open(temporary, "wb") as stream:
+            write_array(stream, piece[:filled])
         checksum = hashlib.sha256(piece[:filled].data).hexdigest()
         return replace(state, shards=(*state.shards, Shard(filled, checksum, documents, begun)))
 
