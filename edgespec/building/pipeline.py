@@ -17,9 +17,10 @@ from edgespec.core.files import write_json
 from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
-from edgespec.model_folder.head import check_layers, check_start, check_target, shape_of_drafter
+from edgespec.model_folder.head import check_layers, check_target
+from edgespec.planning.drafter_shape import drafter_shape
 from edgespec.recipe.check import context_problems
-from edgespec.recipe.drafter import continued_head, cost_ratios, derive, describe
+from edgespec.recipe.drafter import cost_ratios, describe
 from edgespec.recipe.read import own_instructions, own_prompts, reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
 from edgespec.recipe.targets import FoundTarget, gguf_of
@@ -122,17 +123,8 @@ class Build(ExportStages):
         return self.out / "tune" / "model"
 
     def _plan(self, target: Path) -> ModelShape:
-        options, checkpoint = self.recipe.drafter, Path(self.recipe.drafter.checkpoint)
-        target_shape = shape_in(target / "config.json")
-        if options.init != "checkpoint":
-            shape = derive(target_shape, options)
-        elif options.kind == "head":
-            check_start(checkpoint, target_shape, options.features)
-            shape = continued_head(target_shape, shape_of_drafter(checkpoint), options)
-        else:
-            from edgespec_recipes.models.initialise import checkpoint_shape
-
-            shape = checkpoint_shape(checkpoint, options.vocabulary, target_shape.vocab_size)
+        options, target_shape = self.recipe.drafter, shape_in(target / "config.json")
+        shape = drafter_shape(target_shape, options)
         print(describe(target_shape, shape), flush=True)
         self._drop_files_too_large(target_shape, shape, self.recipe.target)
 

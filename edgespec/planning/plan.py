@@ -9,21 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import InputError
 from edgespec.core.options import check, knob, knobs_of
 from edgespec.core.output import json_knob
 from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.head import shape_of_drafter
 from edgespec.planning.devices_fit import Fit, fit, fitting
+from edgespec.planning.drafter_shape import drafter_shape
 from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, is_this_machine, parse, this_machine
 from edgespec.planning.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
 from edgespec.planning.plan_stages import StageTime, Storage, stage_times, storage, usable
 from edgespec.recipe.devices import device_of
-from edgespec.recipe.drafter import continued_head, derive
 from edgespec.recipe.read import read_recipe
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, shipped_recipes
-from edgespec.recipe.targets import TARGETS, find_shape, gguf_of, is_hub_id, shape_of_target
+from edgespec.recipe.targets import TARGETS, gguf_of, is_hub_id, shape_of_target
 
 UNMEASURED = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
 """What a budget of this machine is made for, where nothing was measured."""
@@ -107,7 +105,7 @@ class Plan:
 def make(recipe: Recipe, options: PlanOptions) -> Plan:
     """Raises InputError: an unknown target, GPU or device, or a target whose shape is not known here."""
     target = shape_of_target(recipe.target)
-    drafter = _drafter(recipe, target)
+    drafter = drafter_shape(target, recipe.drafter)
     recipe = fitting(recipe, target, drafter)
     given = parse(options.gpus)
     hardware = replace(given, count=usable(recipe, given.count))
@@ -118,19 +116,6 @@ def make(recipe: Recipe, options: PlanOptions) -> Plan:
     stored = storage(stages, target, hub=hub)
     room, ways = _device(recipe, options.bandwidth_share, target, drafter, hardware)
     return Plan(options, recipe, target, drafter, hardware, given.count, stages, stored, room, tuple(ways))
-
-
-def _drafter(recipe: Recipe, target: ModelShape) -> ModelShape:
-    """The drafter that the recipe trains. Raises InputError where it is to start from a checkpoint that is none."""
-    options, checkpoint = recipe.drafter, Path(recipe.drafter.checkpoint)
-    if options.init != "checkpoint":
-        return derive(target, options)
-    if options.kind == "head":
-        return continued_head(target, shape_of_drafter(checkpoint), options)
-    found = find_shape(options.checkpoint) if checkpoint.is_dir() else None
-    if found is None:
-        raise InputError(f"drafter.checkpoint {options.checkpoint!r} is no folder; give a model folder")
-    return found
 
 
 def _device(

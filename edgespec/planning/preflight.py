@@ -18,6 +18,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size
 from edgespec.planning import costs
 from edgespec.planning.devices_fit import fitting
+from edgespec.planning.drafter_shape import drafter_shape
 from edgespec.planning.estimate import StageCost, disk_peak
 from edgespec.planning.plan_stages import (
     ON_HOST,
@@ -29,7 +30,6 @@ from edgespec.planning.plan_stages import (
     trainings,
     usable,
 )
-from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.targets import TARGETS, TINY_CHAT, find_shape, gguf_of, is_hub_id
 from edgespec.shell.environment import HOME, cache_folder
@@ -140,37 +140,38 @@ def _memory_cures(stage: str) -> tuple[str, ...]:
 
 def find_shortages(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
     """What the rest of a build in `out` will lack; [] where the target's shape is not known before it is fetched or looked at."""
-    target = _known_shape(recipe)
-    if target is None:
+    shapes = _known_shapes(recipe)
+    if shapes is None:
         return []
     done = {"pack"} if shares_blocks(out) else set()  # its copies take no room
     made = (cache_folder() / "targets").glob(f"{TINY_CHAT}-*/model/config.json")
     if recipe.target == TINY_CHAT and any(made):
         done.add("target")
-    left = [stage for stage in _left(recipe, out, target, room.processes) if stage.folder not in done]
-    return shortages(left, room, out, _fetched(recipe.target, out, target))
+    left = [stage for stage in _left(recipe, out, *shapes, room.processes) if stage.folder not in done]
+    return shortages(left, room, out, _fetched(recipe.target, out, shapes[0]))
 
 
 def disk_left(recipe: Recipe, out: Path) -> int:
     """Bytes that the stages of a build in `out` which are not done write, at most; 0 where that is not known."""
-    target = _known_shape(recipe)
-    return 0 if target is None else disk_peak(_left(recipe, out, target, 1))
+    shapes = _known_shapes(recipe)
+    return 0 if shapes is None else disk_peak(_left(recipe, out, *shapes, 1))
 
 
-def _known_shape(recipe: Recipe) -> ModelShape | None:
-    """The target's shape, where it and a teacher's are known before they are fetched and the drafter's follows from it."""
+def _known_shapes(recipe: Recipe) -> tuple[ModelShape, ModelShape] | None:
+    """The target's shape and the drafter's, where the target's and a teacher's are known before they are fetched."""
     tune = recipe.tune
     try:
         target = find_shape(recipe.target)
         teacher = find_shape(tune.teacher) if tune.steps and tune.teacher else target
     except InputError:
         return None  # its own stage says what is wrong with it
-    return None if recipe.drafter.init == "checkpoint" or teacher is None else target
+    return None if target is None or teacher is None else (target, drafter_shape(target, recipe.drafter))
 
 
-def _left(recipe: Recipe, out: Path, target: ModelShape, processes: int) -> list[StageCost]:
+def _left(
+    recipe: Recipe, out: Path, target: ModelShape, drafter: ModelShape, processes: int
+) -> list[StageCost]:
     """The stages that are not done, each with what it still writes."""
-    drafter = derive(target, recipe.drafter)
     stages = stages_of(fitting(recipe, target, drafter), target, drafter, processes)
     return [
         replace(stage, disk=max(0, stage.disk - bytes_in(folder)))

@@ -118,7 +118,10 @@ def test_every_target_can_be_planned(alias: str, capsys: pytest.CaptureFixture[s
         (("--recipe", "paper-llama"), "neither a file nor a shipped recipe"),
         (("--mfu", "1.5"), "mfu is 1.5; it must be at most 1.0"),
         (("--alphas", "0.5,2"), "alphas is 2.0"),
-        (("--drafter.init", "checkpoint", "--drafter.checkpoint", "gone"), "'gone' is no folder"),
+        (
+            ("--drafter.init", "checkpoint", "--drafter.checkpoint", "gone"),
+            "drafter.checkpoint gone has no config.json",
+        ),
         (("--target", "nobody/nothing-7b"), "hf download nobody/nothing-7b config.json"),
     ],
 )

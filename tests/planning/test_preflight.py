@@ -153,6 +153,20 @@ def test_a_build_is_refused_before_it_starts(
     assert "gone.jsonl" in capsys.readouterr().err
 
 
+def test_a_build_from_a_checkpoint_needs_room_too(target: Path, tmp_path: Path) -> None:
+    """It is counted with the checkpoint's shape, and a checkpoint that is none is said."""
+    made = make_model_folder(tmp_path / "made", hidden=32, intermediate=96, tied=False)
+
+    def left(checkpoint: Path) -> int:
+        drafter = {"init": "checkpoint", "checkpoint": str(checkpoint)}
+        return disk_left(resolve({"target": str(target), "drafter": drafter}, {}), tmp_path / "out")
+
+    other = make_model_folder(tmp_path / "other", hidden=64, intermediate=192, tied=False)
+    assert 0 < left(made) < left(other)
+    with pytest.raises(InputError, match=r"drafter\.checkpoint .* has no config\.json"):
+        left(tmp_path / "gone")
+
+
 def test_a_build_that_goes_on_counts_what_is_left(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from edgespec_runtime.engines.vocabulary import vocabulary_of
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
+from edgespec.planning.drafter_shape import checkpoint_shape
 from edgespec.recipe.schema import DrafterOptions
 from edgespec_recipes.models.loading import check_same_vocabulary, load_model
 from edgespec_recipes.models.subcloning import scaling_of, subclone
@@ -35,32 +35,6 @@ from edgespec_recipes.models.vocabulary import (
 from edgespec_recipes.parallel import processes
 
 BLOCK = 2**22  # weights of a table that are float64 at once: 32 MiB
-
-
-def checkpoint_shape(folder: Path, vocabulary: int | None = None, rows: int | None = None) -> ModelShape:
-    """The shape of the drafter that `drafter.checkpoint` gives, cut down to `vocabulary` tokens where that is asked for.
-
-    `rows`: of the target's tables; those of a checkpoint of all tokens become as many. Raises InputError: no model
-    folder, or one with another subset.
-    """
-    if not (folder / "config.json").is_file():
-        raise InputError(
-            f"drafter.checkpoint {folder} has no config.json; give a model folder in Hugging Face layout"
-        )
-    shape = ModelShape.from_config(read_json(folder / "config.json"))
-    subset = vocabulary_of(folder)
-    if subset is None and rows is not None:
-        shape = replace(shape, vocab_size=rows)
-    if vocabulary is None or vocabulary == shape.vocab_size:
-        return shape
-    if subset is None:
-        return replace(shape, vocab_size=vocabulary + 1)
-    if len(subset.ids) != vocabulary:
-        raise InputError(
-            f"drafter.vocabulary is {vocabulary} and the checkpoint {folder} keeps {len(subset.ids)} tokens; "
-            "give that number, or leave drafter.vocabulary out"
-        )
-    return shape
 
 
 def initial_drafter(

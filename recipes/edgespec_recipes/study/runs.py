@@ -37,8 +37,9 @@ from edgespec.core.options import to_mapping
 from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration
+from edgespec.planning.drafter_shape import drafter_shape
 from edgespec.recipe.data_sources import BuildData
-from edgespec.recipe.drafter import cost_ratios, derive
+from edgespec.recipe.drafter import cost_ratios
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, reference_options
 from edgespec.recipe.schema import DistillOptions, EvaluateOptions, GenerateOptions, Recipe
 from edgespec.recipe.study_options import Arm, Study
@@ -47,7 +48,6 @@ from edgespec.stages.record import Reads, clear_if_inputs_changed
 from edgespec.stages.stage import STAGE_FILE, run_stage
 from edgespec_recipes.data.prompts import check_data, read_prompts
 from edgespec_recipes.generating.datagen import generate
-from edgespec_recipes.models.initialise import checkpoint_shape
 from edgespec_recipes.study.counts import Texts, count_drafters, read_texts, run_for_real, sample_texts
 from edgespec_recipes.target_names.resolve import resolve_target
 from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
@@ -171,11 +171,7 @@ class Runs:
         )
 
     def shape(self, arm: Arm) -> ModelShape:
-        drafter = arm.recipe.drafter
-        if drafter.init == "checkpoint":
-            rows = self._target_shape().vocab_size
-            return checkpoint_shape(Path(drafter.checkpoint), drafter.vocabulary, rows)
-        return derive(self._target_shape(), drafter)
+        return drafter_shape(self._target_shape(), arm.recipe.drafter)
 
     def _target_shape(self) -> ModelShape:
         return ModelShape.from_config(read_json(self.target / "config.json"))

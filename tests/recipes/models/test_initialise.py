@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.models.initialise import checkpoint_shape, initial_drafter, new_drafter
+from edgespec_recipes.models.initialise import initial_drafter, new_drafter
 from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model
 from edgespec_recipes.models.subcloning import kept_layers, kept_pairs, measure, subclone
 from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
+from edgespec.planning.drafter_shape import checkpoint_shape
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions
 
