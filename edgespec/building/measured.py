@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import STDOUT, Popen
@@ -35,14 +36,14 @@ def run_measured(argv: Sequence[str], log: Path, given: str = "") -> Usage:
     this one is interrupted.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    start, looks = time.monotonic(), _Looks()
+    start, seen = time.monotonic(), {"VmHWM": 0, "RssAnon": 0}
     with open(log, "ab") as stream, TemporaryFile() as words:
         words.write(given.encode())
         words.seek(0)
         process = Popen(argv, stdin=words, stdout=stream, stderr=STDOUT)
         try:
             while (peak := _ended(process)) is None:
-                looks.at(process.pid)
+                _look(process.pid, seen)
                 time.sleep(LOOK)
         except BaseException:
             process.kill()
@@ -53,9 +54,9 @@ def run_measured(argv: Sequence[str], log: Path, given: str = "") -> Usage:
         raise EdgespecError(
             f"{' '.join(argv[1:5])} ... ended with {process.returncode}: {' / '.join(lines)}; its output is in {log}"
         )
-    if peak <= _peak_here() and looks.peak is not None:
-        peak = looks.peak
-    return Usage(time.monotonic() - start, peak or None, looks.own)
+    if peak <= _peak_here():
+        peak = seen["VmHWM"] or peak
+    return Usage(time.monotonic() - start, peak or None, seen["RssAnon"] or None)
 
 
 def _ended(process: Popen[bytes]) -> int | None:
@@ -83,23 +84,10 @@ def _unit() -> int:
     return 1 if sys.platform == "darwin" else 1024
 
 
-class _Looks:
-    """Highest values seen of a process's memory, in bytes: all that was resident, and what of it is no file's."""
-
-    def __init__(self) -> None:
-        self.peak: int | None = None
-        self.own: int | None = None
-
-    def at(self, pid: int) -> None:
-        """One look; nothing where the system does not tell."""
-        try:
-            lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-            seen = {
-                name: int(value.split()[0]) * 1024
-                for name, _, value in (line.partition(":") for line in lines)
-                if name in ("VmHWM", "RssAnon")
-            }
-        except (OSError, ValueError, IndexError):
-            return
-        self.peak = max(self.peak or 0, seen.get("VmHWM", 0))
-        self.own = max(self.own or 0, seen.get("RssAnon", 0))
+def _look(pid: int, seen: dict[str, int]) -> None:
+    """Raise the bytes `seen` of a process's memory to what it has now, by name; nothing where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name in seen:
+                seen[name] = max(seen[name], int(value.split()[0]) * 1024)
