@@ -15,18 +15,10 @@ from typing import Any
 
 from edgespec.building.pipeline import Build
 from edgespec.core.files import read_json
-from edgespec.core.options import knob
+from edgespec.core.options import from_mapping, knob, merge
 from edgespec.core.shapes import ModelShape
-from edgespec.core.texts import forgive_streams
-from edgespec.recipe.schema import (
-    DistillOptions,
-    EvaluateOptions,
-    ExportOptions,
-    GenerateOptions,
-    InferenceOptions,
-    PretrainOptions,
-    Recipe,
-)
+from edgespec.core.texts import forgive_streams, parse_yaml
+from edgespec.recipe.schema import Recipe
 from edgespec.stages import sources
 from edgespec.stages.record import Reads
 from edgespec.stages.stage import Body
@@ -36,6 +28,15 @@ WEIGHTS, FILE = "weights", "gguf"
 """The stages before the build's."""
 OWN_FILE = f"{FILE}/target-q4_0.gguf"
 OFFLOAD_ROOM = 1.1  # of what must stay in memory
+RECIPE = b"""
+inference: {source: file, dtype: bfloat16}
+pretrain: {batch_size: 1, warmup_steps: 5, save_steps: 10}
+generate: {temperatures: [0.0, 0.7], system_prompts: [""], shard_size: 2}
+distill: {batch_size: 1, warmup_steps: 1, save_steps: 5, watch_steps: 0, text_fraction: 0.0, target_side: stored}
+evaluate: {prompts: 2, max_new_tokens: 2, draft_lengths: [1]}
+export: {onnx: [int4], gguf: [q4_0], verify_prompts: 2, answer_replies: 0, acceptance_prompts: 0}
+"""
+"""Few steps and texts; the target writes as a file, and torch reads its layers from the disk."""
 
 
 @dataclass(frozen=True)
@@ -58,52 +59,28 @@ class RehearsalOptions:
     check_only: bool = knob(False, "say what it needs and what is there, and make nothing")
 
     def recipe(self, out: Path, name: str, shape: ModelShape) -> Recipe:
-        """Few steps and texts; the target writes as a Q4_0 file, and torch reads its layers from the disk."""
+        """RECIPE with the rehearsal's own files and numbers; `name`: the target's."""
         data = out / WEIGHTS
         instructions, context = str(data / "instructions.jsonl"), min(self.context, shape.context_length)
         kept = 2 * shape.embedding_parameters * (2 - shape.tied) + 2 * shape.hidden
-        return Recipe(
-            target=str(data / f"{name}-random"),
-            inference=InferenceOptions(
-                source="file",
-                file=str(out / OWN_FILE),
-                context=context,
-                dtype="bfloat16",
-                max_memory=(f"cpu={round(OFFLOAD_ROOM * kept) // 1024 + 64}KiB",),
-            ),
-            pretrain=PretrainOptions(
-                text=(str(data / "text.jsonl"),),
-                steps=self.pretrain_steps,
-                batch_size=1,
-                context=context,
-                warmup_steps=5,
-                save_steps=10,
-            ),
-            generate=GenerateOptions(
-                instructions=(instructions,),
-                prompts=self.responses,
-                temperatures=(0.0, 0.7),
-                system_prompts=("",),
-                max_new_tokens=self.max_new_tokens,
-                shard_size=2,
-            ),
-            distill=DistillOptions(
-                steps=self.distill_steps,
-                batch_size=1,
-                context=context,
-                warmup_steps=1,
-                text_fraction=0.0,
-                target_side="stored",
-                watch_steps=0,
-                save_steps=5,
-            ),
-            evaluate=EvaluateOptions(
-                prompts_file=instructions, prompts=2, max_new_tokens=2, draft_lengths=(1,)
-            ),
-            export=ExportOptions(
-                onnx=("int4",), gguf=("q4_0",), verify_prompts=2, answer_replies=0, acceptance_prompts=0
-            ),
-        )
+        memory = f"cpu={round(OFFLOAD_ROOM * kept) // 1024 + 64}KiB"
+        own = {
+            "target": str(data / f"{name}-random"),
+            "inference": {"file": str(out / OWN_FILE), "context": context, "max_memory": [memory]},
+            "pretrain": {
+                "text": [str(data / "text.jsonl")],
+                "steps": self.pretrain_steps,
+                "context": context,
+            },
+            "generate": {
+                "instructions": [instructions],
+                "prompts": self.responses,
+                "max_new_tokens": self.max_new_tokens,
+            },
+            "distill": {"steps": self.distill_steps, "context": context},
+            "evaluate": {"prompts_file": instructions},
+        }
+        return from_mapping(Recipe, merge(parse_yaml(RECIPE, "RECIPE"), own))
 
 
 @dataclass
