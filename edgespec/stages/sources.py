@@ -5,8 +5,9 @@ A model folder or responses inside the build are known by the stage that made th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from edgespec.recipe.data_sources import (
     parse_hub,
     source_files,
 )
-from edgespec.recipe.schema import PYTHON_STDLIB, SELF, InferenceOptions, Recipe
+from edgespec.recipe.schema import PYTHON_STDLIB, InferenceOptions, Recipe
 from edgespec.stages.record import Reads, Source
 from edgespec.stages.stage import STAGE_FILE
 
@@ -66,17 +67,12 @@ def _files(purpose: str, root: Path, files: Sequence[Path]) -> Reads:
 
 def text(purpose: str, source: str | Sequence[str]) -> Reads:
     """Plain text as `documents.read_documents` reads it."""
-    return _all(purpose, source, TEXT_FILES)
+    return _data(purpose, source, TEXT_FILES)
 
 
 def conversations(purpose: str, source: str | Sequence[str]) -> Reads:
     """Instructions or prompts as `instructions.read_conversations` reads them."""
-    return _all(purpose, source, ROW_FILES)
-
-
-def _all(purpose: str, source: str | Sequence[str], suffixes: Sequence[str]) -> Reads:
-    named = numbered(purpose, source)
-    return reduce(or_, (_data(name, one, suffixes) for name, one in named.items()), Reads())
+    return _data(purpose, source, ROW_FILES)
 
 
 def everything(data: BuildData) -> Reads:
@@ -86,20 +82,19 @@ def everything(data: BuildData) -> Reads:
     return reduce(or_, [*texts, *(conversations(name, rows[name]) for name in rows)], Reads())
 
 
-def _data(purpose: str, source: str, suffixes: Sequence[str]) -> Reads:
+def _data(purpose: str, source: str | Sequence[str], suffixes: Sequence[str]) -> Reads:
     """Files, or a hub dataset's revision; nothing for what comes with Python. What is wrong with them their reader says."""
-    if source in ("", PYTHON_STDLIB):
-        return Reads()
-    root = Path(source).expanduser()
-    if source.startswith(HUB):
-        folder = parse_hub(source).folder
-        if folder is None:
-            return Reads(revisions={source: lambda: hub_revision(source)})
-        root = folder
-    try:
-        return _files(purpose, root, source_files(source, suffixes))
-    except InputError:
-        return _files(purpose, root, [])
+    files: dict[str, Source] = {}
+    revisions: dict[str, Callable[[], str | None]] = {}
+    for name, one in numbered(purpose, source).items():
+        root = parse_hub(one).folder if one.startswith(HUB) else Path(one).expanduser()
+        if root is None:
+            revisions[one] = partial(hub_revision, one)
+        elif one not in ("", PYTHON_STDLIB):
+            files[name] = Source(root, ())
+            with suppress(InputError):
+                files[name] = Source(root, tuple(source_files(one, suffixes)))
+    return Reads(files, revisions=revisions)
 
 
 def exported(options: InferenceOptions) -> Reads:
@@ -116,38 +111,29 @@ def exported(options: InferenceOptions) -> Reads:
 
 def data_of(recipe: Recipe, out: Path) -> BuildData:
     """What the build in `out` reads."""
-    fixed = {"distill.fixed": recipe.distill.fixed} if recipe.distill.fixed_fraction else {}
-    tuned = {"tune.conversations": recipe.tune.conversations} if recipe.tune.steps else {}
-    written = numbered("generate.instructions", recipe.generate.instructions)
+    distill = recipe.distill
     texts = numbered("pretrain.text", recipe.pretrain.text) if recipe.drafter.kind == "model" else {}
+    written = numbered("generate.instructions", recipe.generate.instructions)
+    fixed = {"distill.fixed": distill.fixed} if distill.fixed_fraction else {}
+    tuned = {"tune.conversations": recipe.tune.conversations} if recipe.tune.steps else {}
     return BuildData(
-        _left(texts, recipe, out),
-        {**_left(written, recipe, out), **held_out_of(recipe, out).prompts},
-        _left({**fixed, **tuned}, recipe, out),
+        _left(texts, out / ("distill" if distill.text_fraction else "pretrain")),
+        {**_left(written, out / "generate"), **held_out_of(recipe, out).prompts},
+        {**_left(fixed, out / "distill"), **_left(tuned, out / "tune")},
     )
 
 
 def held_out_of(recipe: Recipe, out: Path) -> BuildData:
     """What an export in `out` reads."""
-    source = recipe.evaluate.prompts_file
-    return BuildData(prompts={} if source == SELF else _left({"evaluate.prompts_file": source}, recipe, out))
+    found = numbered("evaluate.prompts_file", recipe.evaluate.prompts_file)
+    return BuildData(prompts=_left(found, out / "pack"))
 
 
-def _left(found: Mapping[str, str], recipe: Recipe, out: Path) -> dict[str, str]:
-    """Sources without those that are gone after their last reader has finished."""
-    readers = {
-        "pretrain.text": "distill" if recipe.distill.text_fraction else "pretrain",
-        "generate.instructions": "generate",
-        "evaluate.prompts_file": "pack",
-        "distill.fixed": "distill",
-        "tune.conversations": "tune",
-    }
+def _left(found: Mapping[str, str], reader: Path) -> dict[str, str]:
+    """Sources without those that are gone after their last reader, a stage, has finished."""
+    done = (reader / STAGE_FILE).exists()
     return {
         name: source
         for name, source in found.items()
-        if not (
-            is_local(source)
-            and not Path(source).expanduser().exists()
-            and (out / readers[name.partition(" ")[0]] / STAGE_FILE).exists()
-        )
+        if not (done and is_local(source) and not Path(source).expanduser().exists())
     }
