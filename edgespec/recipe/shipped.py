@@ -31,34 +31,29 @@ _FIELD = re.compile(rf"# ({'|'.join(field.capitalize() for field in FIELDS)}):\s
 _MORE = re.compile(r"#  +(.*)")
 
 
-def in_recipes(*parts: str) -> Path | None:
-    """A place in the package edgespec_recipes, which is found without being imported; None where it is not installed."""
+def in_recipes(*parts: str) -> Path:
+    """A place in the package edgespec_recipes, which is found without being imported."""
     spec = find_spec("edgespec_recipes")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(spec.submodule_search_locations[0], *parts)
+    assert spec is not None  # it comes in edgespec's own wheel
+    assert spec.origin is not None
+    return Path(spec.origin).parent.joinpath(*parts)
 
 
 def shipped_recipes() -> dict[str, Path]:
     """Name -> file of the recipes of build-drafter that come with the package."""
-    folder = in_recipes("configs")
-    files = sorted(folder.glob("*.yaml")) if folder else []
+    files = sorted(in_recipes("configs").glob("*.yaml"))
     return {path.stem: path for path in files if not path.stem.startswith("target-")}
 
 
 def launch_files() -> dict[str, Path]:
     """launch/NAME -> file: configs of accelerate launch and sbatch scripts that come with the package."""
-    folder = in_recipes("configs", "launch")
-    files = sorted(folder.iterdir()) if folder else []
+    files = sorted(in_recipes("configs", "launch").iterdir())
     return {f"launch/{path.stem}": path for path in files if path.suffix in (".yaml", ".sbatch")}
 
 
 def made_target(alias: str) -> Mapping[str, Any]:
     """The options of a target that edgespec makes itself: its shape and its training. Raises InputError where there are none."""
-    file = in_recipes("configs", f"target-{alias}.yaml")
-    if file is None:
-        raise InputError(f"the recipe of {alias} is not installed; reinstall edgespec")
-    return load_recipe(file)
+    return load_recipe(in_recipes("configs", f"target-{alias}.yaml"))
 
 
 @cache

@@ -44,8 +44,7 @@ EXPORTER = 4
 
 def ready_folders() -> dict[str, Path]:
     """Target -> the folder of its ready drafter."""
-    root = in_recipes(READY)
-    folders = sorted(root.glob("*")) if root else []
+    folders = sorted(in_recipes(READY).glob("*"))
     return {folder.name: folder for folder in folders if (folder / "head.json").is_file()}
 
 
@@ -111,7 +110,6 @@ def keep(build: Path, name: str) -> Path:
         if not file.is_file():
             raise InputError(f"{file} is missing; finish the build in {build} first")
     out = in_recipes(READY, name)
-    assert out is not None
     keep_in_bytes(head, out)
     copy_file(evaluation, out / EVALUATION)
     recipe = load_recipe(build / RECIPE_FILE)

@@ -29,8 +29,7 @@ RESULTS_FILE = "results.json"  # in --out: every figure that the report is writt
 
 def shipped_studies() -> dict[str, Path]:
     """Name -> file of the studies that come with the package."""
-    folder = in_recipes("configs", "studies")
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
+    return {path.stem: path for path in sorted(in_recipes("configs", "studies").glob("*.yaml"))}
 
 
 @dataclass(frozen=True)
