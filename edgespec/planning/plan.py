@@ -5,11 +5,12 @@ Arithmetic on shapes: needs no weights, no network and no torch. Every knob of a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from edgespec.core.options import check, knob, knobs_of
+from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import json_knob
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import Fit, fit, fitting
@@ -23,6 +24,7 @@ from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, shipped_recipes
 from edgespec.recipe.targets import TARGETS, gguf_of, is_hub_id, shape_of_target
 
+T = TypeVar("T")
 UNMEASURED = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
 """What a budget of this machine is made for, where nothing was measured."""
 
@@ -57,18 +59,17 @@ class PlanOptions(Recipe):
     json: str = json_knob()
 
 
-OWN = tuple(PlanOptions.__annotations__)
-"""Its knobs that a recipe does not have."""
+def own_options(kind: type[T], given: Mapping[str, Any]) -> tuple[T, dict[str, Any]]:
+    """The knobs of `kind` that a recipe does not have (the target is a placeholder), and the other flags. Raises InputError."""
+    own = {name: value for name, value in given.items() if name in kind.__annotations__}
+    return from_mapping(kind, {"target": "", **own}), {key: given[key] for key in given if key not in own}
 
 
 def read_options(given: dict[str, Any]) -> tuple[PlanOptions, Recipe]:
     """The plan's options (their target is a placeholder), and the recipe that build-drafter would run with the same flags."""
-    flags = dict(given)
+    options, flags = own_options(PlanOptions, given)
     if is_this_machine(flags.get("device", "")):
         del flags["device"]
-    knobs = dict(knobs_of(PlanOptions))
-    own = {name: check(flags.pop(name), *knobs[name], name) for name in OWN if name in flags}
-    options = PlanOptions(target="", **own)
     recipe, file = read_recipe(options.recipe, flags)
     return replace(options, recipe=file.stem if file else ""), recipe
 

@@ -23,7 +23,7 @@ from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, underscored, with_default
 from edgespec.core.output import json_knob, next_step, step, write_result
 from edgespec.core.table import byte_size
-from edgespec.planning.plan import PlanOptions, recipes_for
+from edgespec.planning.plan import PlanOptions, own_options, recipes_for
 from edgespec.planning.preflight import Room, check_processes, disk_left, find_shortages, refuse, room_here
 from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.read import RECIPE_FILE, check_learning, dump_recipe, read_recipe
@@ -47,16 +47,10 @@ class Options(Recipe):
     json: str = json_knob()
 
 
-OWN = tuple(Options.__annotations__)
-"""Its knobs that a recipe does not have."""
-
-
 def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
     """The recipe, and the options of this run alone (its target is a placeholder). `run` checks what trains the drafter."""
-    flags = dict(given)
-    own = {name: flags.pop(name) for name in OWN if name in flags}
-    run = from_mapping(Options, {"target": "", **own})
-    return read_recipe(run.recipe, flags, made=True)[0], run
+    options, flags = own_options(Options, given)
+    return read_recipe(options.recipe, flags, made=True)[0], options
 
 
 def check_packages(recipe: Recipe) -> None:
