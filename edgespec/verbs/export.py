@@ -281,17 +281,13 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
     return {name: chosen.get(name, []) for name in FORMATS}
 
 
-ALSO_IN_RECIPE = ("context", "bits", "size", "quality", "verify_prompts", "bundle_prompts")
-"""Knobs of an export that a recipe has too; where no flag names one, the recipe's value holds."""
-
-
 def export_recipe(options: Options, source: Source, given: Collection[str] = ()) -> Recipe:
     """The recipe of the export: the build's own or the defaults, with the files and the device asked for.
 
-    given: the knobs that a flag names.
+    given: the knobs that a flag names; for others that a recipe has too, its value holds.
     """
     export = choose_files(options, source.recipe.export) | {
-        name: getattr(options, name) for name in ALSO_IN_RECIPE if name in given
+        name: getattr(options, name) for name in ExportOptions.__dataclass_fields__ if name in given
     }
     values: dict[str, Any] = {"export": export, "device": options.device}
     if options.prompts_file:
