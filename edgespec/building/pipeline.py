@@ -5,7 +5,7 @@ Knows what every stage needs of the ones before it; how a stage does its work is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from edgespec.stages.own_gguf import own_file
 from edgespec.stages.record import Reads
 from edgespec.stages.sources import data_of
 from edgespec.stages.stage import STAGE_FILE, Body
+
+Train = Callable[[Path, Any, Path | None], dict[str, Any]]
+"""Distils into a folder, as DistillOptions say, with AdaSPEC's reference where tokens are selected."""
 
 
 def _with_own(names: Iterable[str], file: str) -> tuple[str, ...]:
@@ -90,6 +93,10 @@ class Build(ExportStages):
         """What stages read in which the target writes."""
         return self._model_reads("target", target) | sources.exported(self.recipe.inference)
 
+    def _own_reads(self, stage: str, names: Iterable[str]) -> Reads:
+        """The stage in which the target wrote, where a source is its own."""
+        return sources.stages(self.out, *([stage] if SELF in names else []))
+
     def _check_source(self, target: Path) -> None:
         """Before pretraining takes hours: whether the target can write, and give distributions where they are stored."""
         if self.processes.rank or (self.out / "pretrain" / STAGE_FILE).exists():
@@ -118,7 +125,6 @@ class Build(ExportStages):
             tune,
             lambda place: tune_target(place, target, teacher, tune, self.recipe.seed),
             reads=models | sources.conversations("tune.conversations", tune.conversations),
-            together=True,
         )
         return self.out / "tune" / "model"
 
@@ -179,7 +185,7 @@ class Build(ExportStages):
         writer = self._writer_reads(target)
         self._check_source(target)
         # stages run with these files, and record the recipe as it was given
-        filled, own = self._write_own_data(target)
+        filled = self._write_own_data(target)
         self.stage(
             "pretrain",
             f"next-token training on plain text, first weights: {filled.drafter.init}",
@@ -190,10 +196,9 @@ class Build(ExportStages):
             )
             | self._checkpoint_reads()
             | sources.text("pretrain.text", self.recipe.pretrain.text)
-            | sources.stages(out, *own & {SELF_TEXT}),
-            together=True,
+            | self._own_reads(SELF_TEXT, self.recipe.pretrain.text),
         )
-        self._write_responses(target, filled, own)
+        self._write_responses(target, filled)
         teacher, rounding = self._round_target(target)
         inputs = DistillInputs(
             target=teacher,
@@ -202,7 +207,6 @@ class Build(ExportStages):
             text=filled.pretrain.text,
             text_cache=out / "pretrain" / "text",
             store=out / "store" if filled.distill.target_side == "stored" else None,
-            reference=out / "reference" / "model" if filled.distill.select_fraction < 1 else None,
             inference=filled.inference,
         )
         if inputs.store:
@@ -212,32 +216,42 @@ class Build(ExportStages):
                 {"stored_top_k": filled.distill.stored_top_k, "context": filled.distill.context},
                 lambda place: store_responses(place, inputs, filled.distill),
                 reads=writer | sources.stages(out, "generate", *rounding),
-                together=True,
                 damaged=target_store.damaged_shards,
             )
         fixed = filled.distill.fixed if filled.distill.fixed_fraction else ""
         made = ("pretrain", "generate", *rounding, *(["store"] if inputs.store else []))
-        reads = writer | sources.stages(out, *made) | sources.conversations("distill.fixed", fixed)
-        if inputs.reference:
-            options = reference_options(filled)
+        distilled = self._teach(
+            filled,
+            ("drafter", "white-box distillation"),
+            lambda place, options, reference: distill(
+                place, replace(inputs, reference=reference), options, seed
+            ),
+            writer | sources.stages(out, *made) | sources.conversations("distill.fixed", fixed),
+        )
+        return inputs.drafter, distilled
+
+    def _teach(self, recipe: Recipe, words: tuple[str, str], train: Train, reads: Reads) -> Path:
+        """The distilled drafter; where tokens are selected, AdaSPEC's reference comes first. `words`: what learns, and how."""
+        options, reference = recipe.distill, None
+        if options.select_fraction < 1:
+            plain = reference_options(recipe)
             self.stage(
                 "reference",
-                "AdaSPEC's reference: the drafter distilled with forward KL",
-                options,
-                lambda place: distill(place, inputs, options, seed),
+                f"AdaSPEC's reference: the {words[0]} distilled with forward KL",
+                plain,
+                lambda place: train(place, plain, None),
                 reads=reads,
-                together=True,
             )
-            reads |= sources.stages(out, "reference")
+            reads |= sources.stages(self.out, "reference")
+            reference = self.out / "reference" / "model"
         self.stage(
             "distill",
-            f"white-box distillation, {filled.distill.losses}",
-            filled.distill,
-            lambda place: distill(place, inputs, filled.distill, seed),
+            f"{words[1]}, {options.losses}",
+            options,
+            lambda place: train(place, options, reference),
             reads=reads,
-            together=True,
         )
-        return inputs.drafter, out / "distill" / "model"
+        return self.out / "distill" / "model"
 
     def _round_target(self, target: Path) -> tuple[Path, list[str]]:
         """The model that the drafter is distilled against, and the stage that made it, where one did."""
@@ -279,12 +293,11 @@ class Build(ExportStages):
             {"instructions": count, **openings},
             lambda place: write_instructions(place, target, count, options, seed, inference, purpose),
             reads=self._writer_reads(target),
-            together=True,
         )
         return str(self.out / stage / INSTRUCTIONS)
 
-    def _write_responses(self, target: Path, filled: Recipe, own: set[str]) -> None:
-        """The target's responses. `filled`: the recipe with the files that the target wrote for it in the stages `own`."""
+    def _write_responses(self, target: Path, filled: Recipe) -> None:
+        """The target's responses. `filled`: the recipe with the files that the target wrote for it."""
         from edgespec_recipes.generating import datagen, response_shards
 
         kept = filled.distill.stored_top_k if filled.distill.target_side == "stored" else 0
@@ -297,8 +310,7 @@ class Build(ExportStages):
             ),
             reads=self._writer_reads(target)
             | sources.conversations("generate.instructions", self.recipe.generate.instructions)
-            | sources.stages(self.out, *own & {SELF_INSTRUCTIONS}),
-            together=True,
+            | self._own_reads(SELF_INSTRUCTIONS, self.recipe.generate.instructions),
             damaged=response_shards.damaged_shards,
         )
         if 2 * counts["ended"] < counts["responses"]:
@@ -308,12 +320,11 @@ class Build(ExportStages):
                 "a larger --generate.max-new-tokens does"
             )
 
-    def _write_own_data(self, target: Path) -> tuple[Recipe, set[str]]:
-        """The recipe with what the target writes itself as files, and the stages that wrote these."""
+    def _write_own_data(self, target: Path) -> Recipe:
+        """The recipe with the files of what the target writes itself."""
         from edgespec_recipes.generating.self_written import TEXT, write_text
 
-        recipe, written = self.recipe, set()
-        pretrain, generate = recipe.pretrain, recipe.generate
+        recipe, pretrain, generate = self.recipe, self.recipe.pretrain, self.recipe.generate
         if SELF in pretrain.text and recipe.drafter.kind == "model":
             wanted = pretrain.self_tokens
             self.stage(
@@ -322,17 +333,12 @@ class Build(ExportStages):
                 {"tokens": wanted},
                 lambda place: write_text(place, target, wanted, generate, recipe.seed, recipe.inference),
                 reads=self._writer_reads(target),
-                together=True,
             )
-            text = _with_own(pretrain.text, str(self.out / SELF_TEXT / TEXT))
-            pretrain = replace(pretrain, text=text)
-            written.add(SELF_TEXT)
-        asked = generate.instructions
-        if SELF in asked:
+            pretrain = replace(pretrain, text=_with_own(pretrain.text, str(self.out / SELF_TEXT / TEXT)))
+        if SELF in generate.instructions:
             file = self._write_instructions(SELF_INSTRUCTIONS, target, own_instructions(generate))
-            generate = replace(generate, instructions=_with_own(asked, file))
-            written.add(SELF_INSTRUCTIONS)
-        return replace(recipe, pretrain=pretrain, generate=generate), written
+            generate = replace(generate, instructions=_with_own(generate.instructions, file))
+        return replace(recipe, pretrain=pretrain, generate=generate)
 
     def _evaluate_in_torch(self, target: Path, pretrained: Path, drafter: Path, c: float) -> None:
         from edgespec_recipes.evaluation.evaluation import evaluate

@@ -23,11 +23,13 @@ from edgespec.core.table import duration, table
 from edgespec.core.texts import draws
 from edgespec.model_folder.check import shape_in
 from edgespec.planning.devices_fit import check_fit, fit, fitting
+from edgespec.planning.export_costs import files_of
+from edgespec.planning.plan_stages import TOGETHER
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.devices import device_of
 from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe
-from edgespec.recipe.schema import ExportOptions, GenerateOptions, Recipe
+from edgespec.recipe.schema import GenerateOptions, Recipe
 from edgespec.recipe.targets import FoundTarget
 from edgespec.stages import sources
 from edgespec.stages.record import Reads, clear_if_inputs_changed
@@ -36,8 +38,6 @@ from edgespec.stages.training_facts import training_of
 
 # Replies that a target writes where its build has none: some 4,000 tokens, of which half are held out.
 CALIBRATION_REPLIES, CALIBRATION_TOKENS = 64, 64
-
-Damaged = Callable[[Path], list[str]]
 
 
 def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -49,10 +49,6 @@ def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
         for setting in evaluation["settings"]
     ]
     return {"prompts": evaluation["prompts"], "settings": settings, "comparisons": evaluation["comparisons"]}
-
-
-def _precisions(export: ExportOptions) -> list[str]:
-    return [*export.onnx, *export.gguf, *export.npu]
 
 
 @dataclass
@@ -76,8 +72,7 @@ class ExportStages:
         body: Body,
         *,
         reads: Reads,
-        together: bool = False,
-        damaged: Damaged | None = None,
+        damaged: Callable[[Path], list[str]] | None = None,
     ) -> dict[str, Any]:
         """Run one stage unless it is done and what it `reads` is as it was.
 
@@ -94,7 +89,7 @@ class ExportStages:
         done = (folder / STAGE_FILE).exists()
         step(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}")
         mapping = options if isinstance(options, dict) else to_mapping(options)
-        counts = run_stage(folder, mapping, body, self.processes, together=together)
+        counts = run_stage(folder, mapping, body, self.processes, together=name in TOGETHER)
         if not self.processes.rank and not (folder / RECIPE_FILE).exists():
             write_text(folder / RECIPE_FILE, dump_recipe(self.recipe))
         self.times.append((name, float(read_json(folder / STAGE_FILE)["seconds"])))
@@ -145,17 +140,19 @@ class ExportStages:
         print(f"\n{found.table()}", flush=True)
         check_fit(found, name, self.fit_flags)
         before, self.recipe = self.recipe.export, fitting(self.recipe, target, drafter)
-        kept = _precisions(self.recipe.export)
-        if left := [one for one in _precisions(before) if one not in kept]:
+        kept = files_of(self.recipe.export)
+        if left := [name for engine, name in files_of(before) if (engine, name) not in kept]:
             print(f"Note: {device.name} has no memory for {', '.join(left)}; not written", flush=True)
 
     def _export(self, target: Path, drafter: Path) -> None:
         from edgespec_export.answers.replies import questions_of
         from edgespec_export.formats.export import export_pair
+        from edgespec_export.verify.exported_pair import Trials
         from edgespec_export.verify.pair import verify_pair
         from edgespec_export.verify.report import verification_table
+        from edgespec_runtime.text.tokenizer import ChatTokenizer
 
-        options, out = self.recipe.export, self.out
+        options, out, seed = self.recipe.export, self.out, self.recipe.seed
         models = self._model_reads("target", target) | self._model_reads("drafter", drafter)
         self.stage(
             "export",
@@ -171,25 +168,26 @@ class ExportStages:
             ),
             reads=models | self._calibration_reads(),
         )
-        self.stage(
-            "verify",
-            "every file against torch",
-            options,
-            lambda place: verify_pair(
+
+        def verify(place: Path) -> dict[str, Any]:
+            answered, decoded = options.answer_replies, options.acceptance_prompts
+            chats = self._held_out(target, max(options.verify_prompts, answered, decoded))
+            tokenizer = ChatTokenizer(target)
+            prompts = [tokenizer.encode_chat(messages) for messages in chats]
+            return verify_pair(
                 place,
                 out / "export",
                 target,
                 drafter,
-                self._verify_prompts(target, options.verify_prompts),
+                prompts[: options.verify_prompts],
                 options,
-                trials=self._trials(target, options.acceptance_prompts),
-                questions=questions_of(
-                    target, self._held_out(target, options.answer_replies), seed=self.recipe.seed
-                ),
+                trials=Trials(prompts[:decoded], tokenizer.stop_ids, seed=seed),
+                questions=questions_of(target, chats[:answered], seed=seed),
                 most=self.room,
-            ),
-            reads=models | sources.stages(out, "export") | self._prompt_reads(),
-        )
+            )
+
+        reads = models | sources.stages(out, "export") | self._prompt_reads()
+        self.stage("verify", "every file against torch", options, verify, reads=reads)
         print(verification_table(out / "verify" / "verify.json", colour=draws(sys.stdout)), flush=True)
 
     def _pack(self, target: FoundTarget, drafter: Path, foreign: FoundTarget | None = None) -> Path:
@@ -267,10 +265,12 @@ class ExportStages:
     def _calibration_rows(self, target: Path) -> list[list[int]]:
         """Text for the ranges of integer activations: the target's own responses, else the held-out prompts."""
         from edgespec_export.bits.texts import written_rows
+        from edgespec_runtime.text.tokenizer import ChatTokenizer
 
-        return written_rows(self._responses()) or self._verify_prompts(
-            target, self.recipe.export.verify_prompts
-        )
+        if rows := written_rows(self._responses()):
+            return rows
+        encode = ChatTokenizer(target).encode_chat
+        return [encode(messages) for messages in self._held_out(target, self.recipe.export.verify_prompts)]
 
     def _calibration_texts(self, target: Path) -> Any:
         """What the target wrote for its drafter; where there is nothing, it writes some now."""
@@ -299,19 +299,3 @@ class ExportStages:
     def _responses(self) -> Path:
         """Where the target's responses lie, if it wrote some."""
         return self.out / "generate"
-
-    def _trials(self, target: Path, count: int) -> Any:
-        """What the exported pairs decode; None for nothing."""
-        from edgespec_export.verify.exported_pair import Trials
-        from edgespec_runtime.text.tokenizer import ChatTokenizer
-
-        if not count:
-            return None
-        stop = ChatTokenizer(target).stop_ids
-        return Trials(self._verify_prompts(target, count), stop, seed=self.recipe.seed)
-
-    def _verify_prompts(self, target: Path, count: int) -> list[list[int]]:
-        from edgespec_runtime.text.tokenizer import ChatTokenizer
-
-        tokenizer = ChatTokenizer(target)
-        return [tokenizer.encode_chat(messages) for messages in self._held_out(target, count)]

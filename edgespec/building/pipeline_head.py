@@ -14,7 +14,7 @@ from edgespec.core.families import family_named
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE, shape_of_drafter
-from edgespec.recipe.read import read_tokens, reference_options
+from edgespec.recipe.read import read_tokens
 from edgespec.recipe.schema import READ, STATES, Recipe
 from edgespec.stages import sources
 
@@ -46,40 +46,20 @@ class HeadBuild(Build):
         """The head's folder."""
         from edgespec_recipes.training.distill_head import distill_head
 
-        out, seed = self.out, self.recipe.seed
-        read = self._read_fixed(target)
-        filled, own = self._write_own_data(target)
-        self._write_responses(target, _generate_recipe(filled), own)
-        written, options = self._read_again(target), filled.distill
-        reads = (
-            self._writer_reads(target)
-            | self._checkpoint_reads()
-            | sources.stages(out, written.name, *([READ] if read else []))
-        )
-        reference = None
-        if options.select_fraction < 1:
-            taught = reference_options(filled)
-            self.stage(
-                "reference",
-                "AdaSPEC's reference: the head distilled with forward KL",
-                taught,
-                lambda place: distill_head(place, target, written, filled.drafter, taught, seed, read=read),
-                reads=reads,
-                together=True,
-            )
-            reads |= sources.stages(out, "reference")
-            reference = out / "reference" / "model"
-        self.stage(
-            "distill",
-            f"a head learns from the target's hidden states, {options.losses}",
-            options,
-            lambda place: distill_head(
+        seed, read = self.recipe.seed, self._read_fixed(target)
+        filled = self._write_own_data(target)
+        self._write_responses(target, _generate_recipe(filled))
+        written = self._read_again(target)
+        return self._teach(
+            filled,
+            ("head", "a head learns from the target's hidden states"),
+            lambda place, options, reference: distill_head(
                 place, target, written, filled.drafter, options, seed, reference, read
             ),
-            reads=reads,
-            together=True,
+            self._writer_reads(target)
+            | self._checkpoint_reads()
+            | sources.stages(self.out, written.name, *([READ] if read else [])),
         )
-        return out / "distill" / "model"
 
     def _check_target(self, target: Path) -> None:
         """Raise InputError where the target gives no states of the layers that the head reads, or none to start from."""
@@ -112,7 +92,6 @@ class HeadBuild(Build):
             {"features": recipe.drafter.features, "stored_top_k": top_k, "shard_size": shard_size},
             lambda place: read_again(place, target, written, shard_size, recipe.inference, top_k),
             reads=self._writer_reads(target) | sources.stages(self.out, "generate"),
-            together=True,
             damaged=damaged_shards,
         )
         return self.out / STATES
@@ -149,7 +128,6 @@ class HeadBuild(Build):
                 features,
             ),
             reads=self._writer_reads(target) | sources.conversations("distill.fixed", options.fixed),
-            together=True,
             damaged=damaged_shards,
         )
         return self.out / READ
