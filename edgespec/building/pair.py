@@ -16,7 +16,7 @@ from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE, check_target, is_head, target_layers
 from edgespec.recipe.read import check_features, check_no_npu
 from edgespec.recipe.schema import DrafterOptions, ExportOptions
-from edgespec.recipe.targets import TARGETS, FoundTarget, gguf_of
+from edgespec.recipe.targets import TARGETS, FoundTarget, gguf_of, package_of
 
 
 def gguf_target(name: str) -> FoundTarget | None:
@@ -30,11 +30,10 @@ def gguf_target(name: str) -> FoundTarget | None:
     with naming_extras("A GGUF file as a model"):
         from edgespec_export.gguf_target.model_folder import folder_of
     folder = folder_of(file)
-    target = TARGETS.get(name)
-    if target is None or target.package is None:
+    package = package_of(name)
+    if package is None:
         return FoundTarget(file.stem, folder, f"GGUF file {file.name}", "see the file")
-    package = target.package
-    return FoundTarget(name, folder, f"pip {package.name}=={package.version}", target.licence)
+    return FoundTarget(name, folder, f"pip {package.name}=={package.version}", TARGETS[name].licence)
 
 
 def find_target(name: str) -> FoundTarget:

@@ -27,7 +27,7 @@ from edgespec.recipe.schema import (
     TrainingOptions,
 )
 from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
-from edgespec.recipe.targets import TARGETS, gguf_of, is_gguf
+from edgespec.recipe.targets import gguf_of, is_gguf, package_of
 
 RECIPE_FILE = "recipe.resolved.yaml"
 
@@ -200,20 +200,15 @@ def check_no_npu(head: str, options: ExportOptions) -> None:
         )
 
 
-def _is_gguf(target: str) -> bool:
-    """Whether a target is a GGUF file, or an alias of one whose package may be missing still."""
-    known = TARGETS.get(target)
-    return is_gguf(Path(target)) or (known is not None and known.package is not None)
-
-
 def _check_inference(recipe: Recipe) -> None:
     """What the source of the target's words needs, and what a distillation may ask of one that is not in torch."""
     inference, distill = recipe.inference, recipe.distill
     for source, name in {"file": "file", "server": "url"}.items():
         given = getattr(inference, name)
         needed = inference.source == source
-        its_own = needed and source == "file" and _is_gguf(recipe.target)  # the target is a file itself
-        if needed != bool(given) and not its_own:
+        # the target is a file itself, though its package may be missing still
+        own = source == "file" and (is_gguf(Path(recipe.target)) or package_of(recipe.target) is not None)
+        if needed != bool(given) and not (needed and own):
             raise InputError(
                 f"inference.source is {inference.source!r} and inference.{name} is {given!r}; "
                 f"give both source: {source} and {name}, or neither"

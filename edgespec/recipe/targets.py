@@ -159,8 +159,13 @@ def gguf_of(name: str) -> Path | None:
     path = Path(name).expanduser()
     if is_gguf(path):
         return path
-    target = TARGETS.get(name)
-    return None if target is None or target.package is None else file_in(target.package)
+    package = package_of(name)
+    return None if package is None else file_in(package)
+
+
+def package_of(name: str) -> PipFile | None:
+    """Where pip has the target of an alias as a GGUF file; None for another target."""
+    return TARGETS[name].package if name in TARGETS else None
 
 
 def file_in(package: PipFile) -> Path | None:

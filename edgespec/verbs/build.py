@@ -29,7 +29,7 @@ from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.read import RECIPE_FILE, check_learning, dump_recipe, read_recipe
 from edgespec.recipe.schema import ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
-from edgespec.recipe.targets import TARGETS, gguf_of
+from edgespec.recipe.targets import gguf_of, package_of
 from edgespec.shell.environment import API_KEY
 from edgespec.stages.stage import STAGE_FILE, Processes
 
@@ -99,7 +99,7 @@ def _filled(seen: dict[str, Any], here: Recipe) -> dict[str, Any]:
         there = from_mapping(Recipe, seen)
     except InputError:
         return seen
-    package = TARGETS[here.target].package if here.target in TARGETS else None
+    package = package_of(here.target)
     files = (there.inference.file, here.inference.file)
     if package is not None and all(Path(file).as_posix().endswith(f"/{package.file}") for file in files):
         there = replace(there, inference=replace(there.inference, file=here.inference.file))
