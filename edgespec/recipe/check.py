@@ -34,11 +34,15 @@ def problems(file: Path) -> list[str]:
         if wrong := list(dict.fromkeys(_knob_problems(values))):
             return wrong
         recipe = resolve({"target": ANY_TARGET, **values}, {})
-        found = _file_problems(recipe)
+        found += _file_problems(recipe)
         shape = find_shape(recipe.target) if "target" in values else None
     except InputError as error:
         return [str(error), *found]
-    return found if shape is None else [*found, *_shape_problems(recipe, shape)]
+    if shape is not None:
+        found += context_problems(recipe, shape)
+        if recipe.drafter.init != "checkpoint" and (problem := _said(derive, shape, recipe.drafter)):
+            found.append(problem)
+    return found
 
 
 def _said(check: Callable[..., Any], *given: Any) -> str:
@@ -59,28 +63,27 @@ def _knob_problems(values: Mapping[str, Any]) -> Iterator[str]:
                 yield problem
 
 
-def _file_problems(recipe: Recipe) -> list[str]:
+def _file_problems(recipe: Recipe) -> Iterator[str]:
     """Sources the recipe will read and that are not there; what a stage that is off would read is left alone."""
     drafter, tune, distill = recipe.drafter, recipe.tune, recipe.distill
     named = {
-        **numbered("pretrain.text", recipe.pretrain.text),
+        **(numbered("pretrain.text", recipe.pretrain.text) if drafter.kind == "model" else {}),
         **numbered("generate.instructions", recipe.generate.instructions),
         "evaluate.prompts_file": recipe.evaluate.prompts_file,
         "tune.conversations": tune.conversations if tune.steps else "",
         "distill.fixed": distill.fixed if distill.fixed_fraction else "",
     }
-    found = [f"{knob}: {problem}" for knob, source in named.items() if (problem := _source_problem(source))]
+    for knob, source in named.items():
+        if problem := _source_problem(source):
+            yield f"{knob}: {problem}"
     if recipe.inference.file and not Path(recipe.inference.file).expanduser().exists():
-        found.append(
-            f"inference.file {recipe.inference.file!r} does not exist; give a bundle, an ONNX folder or a .gguf file"
-        )
+        yield f"inference.file {recipe.inference.file!r} does not exist; give a bundle, an ONNX folder or a .gguf file"
     if drafter.checkpoint:
         kind, file = ("head", HEAD_FILE) if drafter.kind == "head" else ("model", "config.json")
         if not (Path(drafter.checkpoint) / file).is_file():
-            found.append(f"drafter.checkpoint {drafter.checkpoint!r} is no {kind} folder (it has no {file})")
+            yield f"drafter.checkpoint {drafter.checkpoint!r} is no {kind} folder (it has no {file})"
     if tune.steps and tune.teacher and (problem := _said(find_shape, tune.teacher)):
-        found.append(f"tune.teacher: {problem}")
-    return found
+        yield f"tune.teacher: {problem}"
 
 
 def _source_problem(source: str) -> str:
@@ -91,42 +94,28 @@ def _source_problem(source: str) -> str:
     return f"{source!r} does not exist; give a file, a folder or hub:NAME"
 
 
-def context_problems(recipe: Recipe, target: ModelShape) -> list[str]:
+def context_problems(recipe: Recipe, target: ModelShape) -> Iterator[str]:
     """Stages whose texts would be longer than the target's, each in words."""
     # of what reads one text at a time, or has one set of RoPE factors: the drafter
     bare = replace(target, rope_border=None)
-    stages = {
-        "tune": recipe.tune,
-        **({"pretrain": recipe.pretrain} if recipe.drafter.kind == "model" else {}),
-        "distill": recipe.distill,
-        **({"reference": recipe.reference} if recipe.distill.select_fraction < 1 else {}),
+    trained = {
+        "tune": target,
+        **({"pretrain": bare} if recipe.drafter.kind == "model" else {}),
+        "distill": target,
+        **({"reference": target} if recipe.distill.select_fraction < 1 else {}),
     }
-    found = []
-    for name, stage in stages.items():
-        reads = bare if name == "pretrain" else target
+    for name, reads in trained.items():
+        stage = getattr(recipe, name)
         if stage.steps and stage.context > reads.one_rope_length:
-            found.append(
-                f"{name}.context is {stage.context}; the target's context is {reads.told_length()}: give at most that"
-            )
-    lengths = {
-        "generate": (recipe.generate.max_new_tokens, target if recipe.inference.source == "torch" else bare),
-        "evaluate": (recipe.evaluate.max_new_tokens, target),
-    }
+            yield f"{name}.context is {stage.context}; the target's context is {reads.told_length()}: give at most that"
     if recipe.distill.target_side == "stored" and recipe.distill.stored_top_k > target.vocab_size:
-        found.append(
+        yield (
             f"distill.stored_top_k is {recipe.distill.stored_top_k}; the target's vocabulary has {target.vocab_size} tokens: "
             "give at most that"
         )
-    return found + [
-        f"{name}.max_new_tokens is {length}; the target's context of {reads.told_length()} leaves no room for a prompt"
-        for name, (length, reads) in lengths.items()
-        if length >= reads.one_rope_length
-    ]
-
-
-def _shape_problems(recipe: Recipe, target: ModelShape) -> list[str]:
-    """What does not fit the target: contexts beyond its own, a drafter that cannot be derived."""
-    found = context_problems(recipe, target)
-    if recipe.drafter.init != "checkpoint" and (problem := _said(derive, target, recipe.drafter)):
-        found.append(problem)
-    return found
+    written = {"generate": target if recipe.inference.source == "torch" else bare, "evaluate": target}
+    for name, reads in written.items():
+        if (length := getattr(recipe, name).max_new_tokens) >= reads.one_rope_length:
+            yield (
+                f"{name}.max_new_tokens is {length}; the target's context of {reads.told_length()} leaves no room for a prompt"
+            )

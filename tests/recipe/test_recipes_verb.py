@@ -195,6 +195,13 @@ def test_check_leaves_alone_what_is_off(capsys: pytest.CaptureFixture[str], tmp_
         "generate": {"instructions": "hub:OpenAssistant/oasst1"},
     }
     assert ran(capsys, "check", written(tmp_path / "mine.yaml", values))[0] == 0
+    head = {
+        "drafter": {"kind": "head"},
+        "pretrain": {"text": "gone.txt"},
+        "generate": {"features": True},
+        "distill": {"target_side": "stored", "text_fraction": 0.0},
+    }
+    assert ran(capsys, "check", written(tmp_path / "head.yaml", head))[0] == 0
 
 
 def test_check_of_files_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
