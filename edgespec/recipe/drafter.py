@@ -115,26 +115,23 @@ def derive(target: ModelShape, options: DrafterOptions) -> ModelShape:
         layers = options.layers or 1
         return replace(_plain(target), layers=layers, vocab_size=vocab_size, tied=True, joins=True)
     step = WIDE_STEP if target.hidden >= WIDE_TARGET else NARROW_STEP
-    usual = SHALLOW if _is_narrow(target) else max(1, round(target.layers / LAYERS_RATIO))
-    layers = options.layers or usual
-    if options.hidden is not None:
-        if options.hidden % NARROW_STEP:
-            raise InputError(
-                f"drafter.hidden is {options.hidden}; it must be a multiple of {NARROW_STEP} (of {step} for fast quantised rows)"
-            )
-        chosen = _shape(target, options.hidden, layers, step, vocab_size)
-    else:
-        narrow = _is_narrow(target)
+    narrow = _is_narrow(target)
+    layers = options.layers or (SHALLOW if narrow else max(1, round(target.layers / LAYERS_RATIO)))
 
-        def size(shape: ModelShape) -> float:
-            return step_cost(shape) if narrow else shape.parameters
+    def size(shape: ModelShape) -> float:
+        return step_cost(shape) if narrow else shape.parameters
 
+    if options.hidden is None:
         budget = options.size_fraction * size(target)
-        candidates = [
-            _shape(target, hidden, layers, step, vocab_size)
-            for hidden in range(step, max(step, target.hidden) + 1, step)
-        ]
-        chosen = min(candidates, key=lambda shape: abs(size(shape) - budget))
+        widths = range(step, max(step, target.hidden) + 1, step)
+        shapes = (_shape(target, hidden, layers, step, vocab_size) for hidden in widths)
+        chosen = min(shapes, key=lambda shape: abs(size(shape) - budget))
+    elif options.hidden % NARROW_STEP:
+        raise InputError(
+            f"drafter.hidden is {options.hidden}; it must be a multiple of {NARROW_STEP} (of {step} for fast quantised rows)"
+        )
+    else:
+        chosen = _shape(target, options.hidden, layers, step, vocab_size)
     if chosen.parameters >= target.parameters:
         raise InputError(
             f"the drafter would have {count(chosen.parameters)} parameters and the target has {count(target.parameters)}; "
