@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from edgespec.core.texts import parse_yaml
 
 MOST_BYTES = 2**20  # of a file that people write by hand
 FIELDS = ("purpose", "needs", "cost", "command")
-_FIELD = re.compile(rf"# ({'|'.join(field.capitalize() for field in FIELDS)}):\s+(.*)")
-_MORE = re.compile(r"#  +(.*)")
+_NAMES = "|".join(map(str.capitalize, FIELDS))
+_FIELD = re.compile(
+    rf"^# ({_NAMES}):[ \t]+(.*(?:\n#  +.*)*)", re.MULTILINE
+)  # with the lines that go on with it
+_MORE = re.compile(r"[ \t\\]*\n#  +")
 
 
 def in_recipes(*parts: str) -> Path:
@@ -94,16 +98,6 @@ def file_named(name: str, shipped: Mapping[str, Path], what: str) -> Path:
 
 def header(file: Path) -> dict[str, str]:
     """The four fields at the head of a recipe, in lower case, each on one line; one that is missing is left out."""
-    found: dict[str, str] = {}
-    current = ""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if field := _FIELD.fullmatch(line.rstrip()):
-            current = field[1].lower()
-            found[current] = field[2]
-        elif current and (more := _MORE.fullmatch(line.rstrip())):
-            found[current] = f"{found[current].removesuffix(chr(92)).rstrip()} {more[1]}"
-        else:
-            current = ""
-    return found
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    head = "".join(takewhile(lambda line: line.startswith("#"), lines))
+    return {field[1].lower(): _MORE.sub(" ", field[2]).rstrip() for field in _FIELD.finditer(head)}
