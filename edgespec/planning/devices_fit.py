@@ -199,9 +199,10 @@ def overview(target: str = "") -> str:
 
 def shown(one: Profile) -> str:
     """One profile in lines."""
+    files = {name: getattr(one, name) for name in FORMAT_OF.values()}
     rows = {
         "engine": one.engine,
-        "files": "; ".join(f"{name} {', '.join(getattr(one, name))}" for name in one.formats),
+        "files": "; ".join(f"{name} {', '.join(names)}" for name, names in files.items() if names),
         "precision": f"target {one.target}, drafter {one.drafter}",
         "draft length": one.policy,
         "context": f"{one.context:,} tokens (a model with a shorter one keeps its own)",

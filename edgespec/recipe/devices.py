@@ -53,11 +53,6 @@ class Profile:
     name: str = ""
 
     @property
-    def formats(self) -> tuple[str, ...]:
-        """The formats of which something is written."""
-        return tuple(name for name in FORMATS if getattr(self, name))
-
-    @property
     def policy(self) -> str:
         """Who chooses γ, in words."""
         if self.draft_length is not None:
