@@ -141,10 +141,7 @@ def _present(reads: Reads, seen: Mapping[str, Any], finished: bool) -> dict[str,
     """The record's parts as they are now; of what is gone, and of hub datasets of a finished stage, what the record has."""
     before = {part: seen.get(part, {}) for part in _PARTS}
     files = {
-        purpose: _files(source, before["files"].get(purpose, {}))
-        if source.root.exists()
-        else before["files"].get(purpose, {})
-        for purpose, source in reads.files.items()
+        purpose: _files(source, before["files"].get(purpose, {})) for purpose, source in reads.files.items()
     }
     revisions = {
         source: before["revisions"].get(source) if finished else ask() or before["revisions"].get(source)
@@ -157,7 +154,9 @@ def _present(reads: Reads, seen: Mapping[str, Any], finished: bool) -> dict[str,
     }
 
 
-def _files(source: Source, before: Mapping[str, Any]) -> dict[str, Any]:
+def _files(source: Source, before: dict[str, Any]) -> dict[str, Any]:
+    if not source.root.exists():
+        return before
     for name, file in source.names().items():
         if isinstance(entry := before.get(name), dict):
             path, size, changed = _key(file)

@@ -31,10 +31,8 @@ def versions() -> dict[str, str]:
     """Versions of Python and of the packages that shape a result."""
     found = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
