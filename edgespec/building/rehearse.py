@@ -65,10 +65,6 @@ STAGES: dict[str, Callable[[dict[str, Any]], str]] = {
 TALKS = ("chat", "bench")
 
 
-def target_shape(target: str, options: RehearsalOptions) -> ModelShape:
-    return TINY if options.shape == "tiny" else shape_of_target(options.shape or target)
-
-
 def needed_disk(shape: ModelShape) -> int:
     """Bytes on the disk at the worst moment: the bf16 weights, the Q4_0 and int4 files, and what lies beside them.
 
@@ -97,7 +93,8 @@ def run(target: str, options: RehearsalOptions, command: str, json: str = "") ->
     """
     from edgespec_runtime.engines.llamacpp import load_library
 
-    out, shape = Path(options.out).expanduser(), target_shape(target, options)
+    out = Path(options.out).expanduser()
+    shape = TINY if options.shape == "tiny" else shape_of_target(options.shape or target)
     print(describe(shape, derive(shape, DrafterOptions())), end="\n\n")
     needed = _preflight(out, shape, options)
     if options.check_only:

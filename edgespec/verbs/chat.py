@@ -43,11 +43,10 @@ def choose(bundles: list[Found]) -> str:
             "no bundle was found in this folder and its build folders, and there is no ready pair; make one with "
             "edgespec build-drafter, or fetch one with edgespec pull"
         )
-    rows = [(number, bundle.name, bundle.about) for number, bundle in enumerate(bundles, 1)]
+    numbered = {str(number): bundle for number, bundle in enumerate(bundles, 1)}
+    rows = [(number, bundle.name, bundle.about) for number, bundle in numbered.items()]
     print(table(("", "bundle", "what it is"), rows, left=3), file=sys.stderr)
-    by_answer = {bundle.name: bundle for bundle in bundles} | {
-        str(number): bundle for number, bundle in enumerate(bundles, 1)
-    }
+    by_answer = {bundle.name: bundle for bundle in bundles} | numbered
     while True:
         print(f"Which one? [1-{len(bundles)}, Enter for 1] ", end="", file=sys.stderr, flush=True)
         answer = sys.stdin.buffer.readline().decode("utf-8", "replace")

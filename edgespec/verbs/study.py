@@ -69,9 +69,7 @@ def _open(options: Options) -> Study:
 
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
-    out = (
-        Path(options.out).expanduser() if options.out else Path("build") / f"study-{Path(options.study).stem}"
-    )
+    out = Path(options.out or f"build/study-{Path(options.study).stem}").expanduser()
     report = Path(options.results).expanduser() if options.results else out / "results.md"
     if report.suffix != ".md":
         raise InputError(f"results is {options.results!r}; give a file that ends with .md")
