@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.building.pair import check_first_weights, find_target, gguf_target
-from edgespec.building.pipeline_export import ExportStages
+from edgespec.building.pipeline_export import ExportStages, Source
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
 from edgespec.core.output import step
@@ -39,9 +39,9 @@ def _with_own(names: Iterable[str], file: str) -> tuple[str, ...]:
     return tuple(file if name == SELF else name for name in names)
 
 
-def cost_ratio(target: Path, drafter: ModelShape) -> float:
-    """c by parameters, the paper's, beside the target in a folder."""
-    return cost_ratios(shape_in(target / "config.json"), drafter)["parameters"]
+def cost_ratio(target: Path, drafter: Path) -> float:
+    """c by parameters, the paper's, of two folders; the drafter's text may have asked for fewer tokens than were planned."""
+    return cost_ratios(shape_in(target / "config.json"), shape_of_drafter(drafter))["parameters"]
 
 
 @dataclass
@@ -53,18 +53,18 @@ class Build(ExportStages):
         self._check_data(data_of(self.recipe, self.out))
         found = self._find("target", self.recipe.target)
         shape = self._plan(found.folder)  # before tuning, which keeps the target's shape and tokenizer
-        folder = self._tune(found.folder)
-        self._write_own_prompts(folder)
-        drafter = self._train_and_export(folder, shape)
-        return self._pack(replace(found, folder=folder), drafter)
+        found = replace(found, folder=self._tune(found.folder))
+        self._write_own_prompts(found.folder)
+        evaluation = self.out / "evaluate" / "evaluation.json"
+        self.source = Source(found, self.out / "distill" / "model", self.recipe, evaluation)
+        self._train_and_export(found.folder, shape)
+        return self._pack()
 
-    def _train_and_export(self, target: Path, planned: ModelShape) -> Path:
+    def _train_and_export(self, target: Path, planned: ModelShape) -> None:
         """The drafter, trained, evaluated, exported and verified."""
-        pretrained, drafter = self._train(target, planned)
-        made = shape_in(drafter / "config.json")  # its text may have asked for fewer tokens
-        self._evaluate_in_torch(target, pretrained, drafter, cost_ratio(target, made))
-        self._export(target, drafter)
-        return drafter
+        self._train(target, planned)
+        self._evaluate_in_torch(target)
+        self._export()
 
     def _find(self, stage: str, name: str) -> FoundTarget:
         """A model, found or made in a stage of its own (one process looks)."""
@@ -138,8 +138,8 @@ class Build(ExportStages):
             # what cannot be trained or exported is said now, and not after the target has written for hours
             self._check_pair(target, self._initial_drafter(target, shape))
             check_first_weights(target, shape, options)
-            if problems := context_problems(self.recipe, target_shape):
-                raise InputError("; ".join(problems))
+            if problems := "; ".join(context_problems(self.recipe, target_shape)):
+                raise InputError(problems)
             found = {
                 "target": asdict(target_shape),
                 "drafter": asdict(shape),
@@ -175,8 +175,8 @@ class Build(ExportStages):
         check_same_vocabulary(target, checkpoint, "the target and drafter.checkpoint")
         return checkpoint
 
-    def _train(self, target: Path, shape: ModelShape) -> tuple[Path, Path]:
-        """(pretrained drafter, distilled drafter)."""
+    def _train(self, target: Path, shape: ModelShape) -> None:
+        """Pretrain, have the target write, distil."""
         from edgespec_recipes.generating import target_store
         from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
         from edgespec_recipes.training.pretrain import pretrain
@@ -220,7 +220,7 @@ class Build(ExportStages):
             )
         fixed = filled.distill.fixed if filled.distill.fixed_fraction else ""
         made = ("pretrain", "generate", *rounding, *(["store"] if inputs.store else []))
-        distilled = self._teach(
+        self._teach(
             filled,
             ("drafter", "white-box distillation"),
             lambda place, options, reference: distill(
@@ -228,10 +228,9 @@ class Build(ExportStages):
             ),
             writer | sources.stages(out, *made) | sources.conversations("distill.fixed", fixed),
         )
-        return inputs.drafter, distilled
 
-    def _teach(self, recipe: Recipe, words: tuple[str, str], train: Train, reads: Reads) -> Path:
-        """The distilled drafter; where tokens are selected, AdaSPEC's reference comes first. `words`: what learns, and how."""
+    def _teach(self, recipe: Recipe, words: tuple[str, str], train: Train, reads: Reads) -> None:
+        """Distil the drafter; where tokens are selected, AdaSPEC's reference comes first. `words`: what learns, and how."""
         options, reference = recipe.distill, None
         if options.select_fraction < 1:
             plain = reference_options(recipe)
@@ -251,7 +250,6 @@ class Build(ExportStages):
             lambda place: train(place, options, reference),
             reads=reads,
         )
-        return self.out / "distill" / "model"
 
     def _round_target(self, target: Path) -> tuple[Path, list[str]]:
         """The model that the drafter is distilled against, and the stage that made it, where one did."""
@@ -340,10 +338,12 @@ class Build(ExportStages):
             generate = replace(generate, instructions=_with_own(generate.instructions, file))
         return replace(recipe, pretrain=pretrain, generate=generate)
 
-    def _evaluate_in_torch(self, target: Path, pretrained: Path, drafter: Path, c: float) -> None:
+    def _evaluate_in_torch(self, target: Path) -> None:
         from edgespec_recipes.evaluation.evaluation import evaluate
 
-        recipe, models = self.recipe, {"pretrained": pretrained, "distilled": drafter}
+        recipe, drafter = self.recipe, self.source.drafter
+        c = cost_ratio(target, drafter)
+        models = {"pretrained": self.out / "pretrain" / "model", "distilled": drafter}
         self._evaluate(
             "in torch",
             lambda place: evaluate(place, target, models, recipe.evaluate, recipe.seed, c, recipe.inference),

@@ -51,6 +51,24 @@ def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
     return {"prompts": evaluation["prompts"], "settings": settings, "comparisons": evaluation["comparisons"]}
 
 
+@dataclass(frozen=True)
+class Source:
+    """The two models and what is known of them.
+
+    evaluation: the file of what was measured in torch. responses: the folder of what the target wrote (default: the stage's own).
+    training: what the drafter was trained on (training_facts.py; default: what the stages here tell). foreign: the drafter where
+    edgespec has not trained it.
+    """
+
+    target: FoundTarget
+    drafter: Path
+    recipe: Recipe
+    evaluation: Path | None = None
+    responses: Path | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+    foreign: FoundTarget | None = None
+
+
 @dataclass
 class ExportStages:
     """The stages in the folder `out`, and how long each took."""
@@ -61,6 +79,8 @@ class ExportStages:
     times: list[tuple[str, float]] = field(default_factory=list)
     room: float = math.inf
     """Bytes of memory that verify may take, though more be free."""
+    source: Source = field(init=False, repr=False)
+    """What is exported; set before that."""
     fit_flags: ClassVar[tuple[str, str] | None] = None
     """A verb's own flags for what `devices_fit.Fit.cure` names; a recipe's where there are none."""
 
@@ -144,7 +164,7 @@ class ExportStages:
         if left := [name for engine, name in files_of(before) if (engine, name) not in kept]:
             print(f"Note: {device.name} has no memory for {', '.join(left)}; not written", flush=True)
 
-    def _export(self, target: Path, drafter: Path) -> None:
+    def _export(self) -> None:
         from edgespec_export.answers.replies import questions_of
         from edgespec_export.formats.export import export_pair
         from edgespec_export.verify.exported_pair import Trials
@@ -153,25 +173,21 @@ class ExportStages:
         from edgespec_runtime.text.tokenizer import ChatTokenizer
 
         options, out, seed = self.recipe.export, self.out, self.recipe.seed
+        target, drafter = self.source.target.folder, self.source.drafter
         models = self._model_reads("target", target) | self._model_reads("drafter", drafter)
         self.stage(
             "export",
             "the files of each format",
             options,
             lambda place: export_pair(
-                place,
-                target,
-                drafter,
-                options,
-                lambda: self._calibration_rows(target),
-                lambda: self._calibration_texts(target),
+                place, target, drafter, options, self._calibration_rows, self._calibration_texts
             ),
             reads=models | self._calibration_reads(),
         )
 
         def verify(place: Path) -> dict[str, Any]:
             answered, decoded = options.answer_replies, options.acceptance_prompts
-            chats = self._held_out(target, max(options.verify_prompts, answered, decoded))
+            chats = self._held_out(max(options.verify_prompts, answered, decoded))
             tokenizer = ChatTokenizer(target)
             prompts = [tokenizer.encode_chat(messages) for messages in chats]
             return verify_pair(
@@ -190,27 +206,24 @@ class ExportStages:
         self.stage("verify", "every file against torch", options, verify, reads=reads)
         print(verification_table(out / "verify" / "verify.json", colour=draws(sys.stdout)), flush=True)
 
-    def _pack(self, target: FoundTarget, drafter: Path, foreign: FoundTarget | None = None) -> Path:
-        """The bundle's folder, after a table of how long each stage took. `foreign`: as `write_bundle` has it."""
+    def _pack(self) -> Path:
+        """The bundle's folder, after a table of how long each stage took."""
         from edgespec_export.bundle.default_choice import default_report
         from edgespec_export.bundle.write import write_bundle
 
-        recipe, out = self.recipe, self.out
+        source, recipe, out = self.source, self.recipe, self.out
         device = device_of(recipe)
 
         def pack(place: Path) -> dict[str, Any]:
-            evaluation = self._evaluation()
+            evaluation, training = self._evaluation(), source.training or training_of(out, recipe)
             return write_bundle(
                 out / "bundle",
                 out / "export",
-                target.folder,
-                drafter,
+                source.target,
+                source.drafter,
                 recipe.export,
-                target_name=target.name,
-                target_source=target.source,
-                licence=target.licence,
-                foreign=foreign,
-                prompts=self._held_out(target.folder, recipe.export.bundle_prompts),
+                foreign=source.foreign,
+                prompts=self._held_out(recipe.export.bundle_prompts),
                 evaluation=evaluation,
                 verification=read_json(out / "verify" / "verify.json"),
                 metrics=_without_counts(evaluation),
@@ -220,7 +233,7 @@ class ExportStages:
                     "command": (out / "command.txt").read_text(encoding="utf-8").strip(),
                     "seed": recipe.seed,
                     "seconds": dict(self.times),
-                    **({"training": training} if (training := self._training()) else {}),
+                    **({"training": training} if training else {}),
                 },
             )
 
@@ -230,7 +243,8 @@ class ExportStages:
             except BundleError as error:
                 step(f"! pack: {error}: running again")
                 (out / "pack" / STAGE_FILE).unlink(missing_ok=True)
-        reads = sources.stages(out, "export", "verify") | self._evaluation_reads() | self._prompt_reads()
+        reads = sources.stages(out, "export", "verify") | sources.evaluation(source.evaluation, out)
+        reads |= self._prompt_reads()
         self.stage("pack", "manifest, checksums, model card", {}, pack, reads=reads)
         print(default_report(read_manifest(out / "bundle"), colour=draws(sys.stdout)), flush=True)
         print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
@@ -240,17 +254,10 @@ class ExportStages:
 
     def _evaluation(self) -> dict[str, Any]:
         """What was measured in torch, raw counts and all."""
-        return read_object(self.out / "evaluate" / "evaluation.json")
+        file = self.source.evaluation
+        return read_object(file) if file is not None and file.is_file() else {}
 
-    def _training(self) -> dict[str, Any]:
-        """What the drafter was trained on, as far as it is known."""
-        return training_of(self.out, self.recipe)
-
-    def _evaluation_reads(self) -> Reads:
-        """Where `_evaluation` is read from."""
-        return sources.stages(self.out, "evaluate")
-
-    def _held_out(self, target: Path, limit: int) -> list[list[dict[str, str]]]:
+    def _held_out(self, limit: int) -> list[list[dict[str, str]]]:
         """The first held-out prompts, with turns joined where the chat template refuses them: the runtime joins none.
 
         Raises InputError for one that it refuses joined, too.
@@ -258,21 +265,21 @@ class ExportStages:
         from edgespec_recipes.data.prompts import accepted, read_prompts
         from edgespec_recipes.models.loading import load_tokenizer
 
-        tokenizer = load_tokenizer(target)
+        tokenizer = load_tokenizer(self.source.target.folder)
         prompts = read_prompts(self.recipe.evaluate.prompts_file, "heldout")[:limit]
         return [accepted(tokenizer, messages)[0] for messages in prompts]
 
-    def _calibration_rows(self, target: Path) -> list[list[int]]:
+    def _calibration_rows(self) -> list[list[int]]:
         """Text for the ranges of integer activations: the target's own responses, else the held-out prompts."""
         from edgespec_export.bits.texts import written_rows
         from edgespec_runtime.text.tokenizer import ChatTokenizer
 
         if rows := written_rows(self._responses()):
             return rows
-        encode = ChatTokenizer(target).encode_chat
-        return [encode(messages) for messages in self._held_out(target, self.recipe.export.verify_prompts)]
+        encode = ChatTokenizer(self.source.target.folder).encode_chat
+        return [encode(messages) for messages in self._held_out(self.recipe.export.verify_prompts)]
 
-    def _calibration_texts(self, target: Path) -> Any:
+    def _calibration_texts(self) -> Any:
         """What the target wrote for its drafter; where there is nothing, it writes some now."""
         from edgespec_export.bits.texts import written_texts
 
@@ -280,6 +287,7 @@ class ExportStages:
             return found
         from edgespec_recipes.generating.datagen import generate
 
+        target = self.source.target.folder
         longest = shape_in(target / "config.json").context_length // 2
         some = GenerateOptions(
             prompts=CALIBRATION_REPLIES, max_new_tokens=min(CALIBRATION_TOKENS, longest), batch_size=16
@@ -298,4 +306,4 @@ class ExportStages:
 
     def _responses(self) -> Path:
         """Where the target's responses lie, if it wrote some."""
-        return self.out / "generate"
+        return self.source.responses or self.out / "generate"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from edgespec.building.pipeline import Build, cost_ratio
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_named
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.head import LAST, THREE, shape_of_drafter
+from edgespec.model_folder.head import LAST, THREE
 from edgespec.recipe.read import read_tokens
 from edgespec.recipe.schema import READ, STATES, Recipe
 from edgespec.stages import sources
@@ -35,22 +36,20 @@ class HeadBuild(Build):
         self._check_target(target)  # before the target writes for hours
         return super()._plan(target)
 
-    def _train_and_export(self, target: Path, planned: ModelShape) -> Path:
-        drafter = self._distill(target)
-        self._export(target, drafter)
-        made = shape_of_drafter(drafter)  # its text may have asked for fewer tokens
-        self._evaluate_files(target, drafter, cost_ratio(target, made))
-        return drafter
+    def _train_and_export(self, target: Path, planned: ModelShape) -> None:
+        self._distill(target)
+        self._export()
+        self._evaluate_files(target, self.source.drafter)
 
-    def _distill(self, target: Path) -> Path:
-        """The head's folder."""
+    def _distill(self, target: Path) -> None:
+        """Have the target write and read, and the head learn from it."""
         from edgespec_recipes.training.distill_head import distill_head
 
         seed, read = self.recipe.seed, self._read_fixed(target)
         filled = self._write_own_data(target)
         self._write_responses(target, _generate_recipe(filled))
         written = self._read_again(target)
-        return self._teach(
+        self._teach(
             filled,
             ("head", "a head learns from the target's hidden states"),
             lambda place, options, reference: distill_head(
@@ -101,38 +100,27 @@ class HeadBuild(Build):
         from edgespec_recipes.generating.response_shards import damaged_shards
         from edgespec_recipes.generating.state_reader import read_conversations
 
-        options, how, shard_size = self.recipe.distill, self.recipe.inference, self.recipe.generate.shard_size
-        features = self.recipe.drafter.features
+        recipe, options = self.recipe, self.recipe.distill
         if not options.fixed_fraction:
             return None
-        tokens = read_tokens(options)
+        asked: dict[str, Any] = {
+            "tokens": read_tokens(options),
+            "stored_top_k": options.stored_top_k,
+            "context": options.context,
+            "shard_size": recipe.generate.shard_size,
+            "features": recipe.drafter.features,
+        }
         self.stage(
             READ,
-            f"the target reads at most {tokens:,} tokens of the fixed data",
-            {
-                "tokens": tokens,
-                "stored_top_k": options.stored_top_k,
-                "context": options.context,
-                "shard_size": shard_size,
-                "features": features,
-            },
-            lambda place: read_conversations(
-                place,
-                target,
-                options.fixed,
-                tokens,
-                shard_size,
-                how,
-                options.stored_top_k,
-                options.context,
-                features,
-            ),
+            f"the target reads at most {asked['tokens']:,} tokens of the fixed data",
+            asked,
+            lambda place: read_conversations(place, target, options.fixed, how=recipe.inference, **asked),
             reads=self._writer_reads(target) | sources.conversations("distill.fixed", options.fixed),
             damaged=damaged_shards,
         )
         return self.out / READ
 
-    def _evaluate_files(self, target: Path, drafter: Path, c: float) -> None:
+    def _evaluate_files(self, target: Path, drafter: Path) -> None:
         """Acceptance and block efficiency of the exported pair, in the form of the evaluation in torch."""
         from edgespec_export.verify.exported_pair import open_first_pair
         from edgespec_recipes.evaluation.file_pair import evaluate_files
@@ -146,7 +134,7 @@ class HeadBuild(Build):
                 lambda longest: open_first_pair(self.out / "export", target, drafter, recipe.export, longest),
                 recipe.evaluate,
                 recipe.seed,
-                c,
+                cost_ratio(target, drafter),
             ),
             self._model_reads("target", target) | sources.stages(self.out, "export"),
         )

@@ -65,6 +65,13 @@ def _files(purpose: str, root: Path, files: Sequence[Path]) -> Reads:
     return Reads(files={purpose: Source(root, tuple(files))})
 
 
+def evaluation(file: Path | None, out: Path) -> Reads:
+    """What was measured of the drafter in torch."""
+    if file is None:
+        return Reads()
+    return stages(out, file.parent.name) if file.is_relative_to(out) else one_file("evaluation", file)
+
+
 def text(purpose: str, source: str | Sequence[str]) -> Reads:
     """Plain text as `documents.read_documents` reads it."""
     return _data(purpose, source, TEXT_FILES)

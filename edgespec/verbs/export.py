@@ -6,15 +6,15 @@ is complete is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.building.pair import gguf_target
-from edgespec.building.pipeline_export import ExportStages
+from edgespec.building.pipeline_export import ExportStages, Source
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.files import read_json, read_object, shares_blocks, write_text
+from edgespec.core.files import read_json, shares_blocks, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import bytes_in, free_disk
 from edgespec.core.manifest import ROLES
@@ -33,9 +33,7 @@ from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import FoundTarget
-from edgespec.stages import sources
 from edgespec.stages.own_gguf import own_file
-from edgespec.stages.record import Reads
 from edgespec.stages.sources import held_out_of
 from edgespec.stages.stage import STAGE_FILE
 from edgespec.stages.training_facts import TRAINING, training_of
@@ -68,23 +66,6 @@ class Options:
     json: str = json_knob()
 
 
-@dataclass(frozen=True)
-class Source:
-    """The two models and what is known of them.
-
-    responses: the folder of what the target wrote. training: what the drafter was trained on (training_facts.py). foreign: the
-    drafter where edgespec has not trained it.
-    """
-
-    target: FoundTarget
-    drafter: Path
-    recipe: Recipe
-    evaluation: Path | None = None
-    responses: Path | None = None
-    training: dict[str, Any] = field(default_factory=dict)
-    foreign: FoundTarget | None = None
-
-
 @dataclass
 class Export(ExportStages):
     """The last three stages of a build, on models that are there."""
@@ -106,22 +87,28 @@ class Export(ExportStages):
         self._check_pair(*models)
         check_same_tokenizer(*models)
         if not (self.out / "export" / STAGE_FILE).exists():
-            checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
-            shapes, own = (target, drafter), own_file(source.target.folder)
-            size = None if own is None else own.bytes
-            check_disk(
-                self.out,
-                self.recipe.export,
-                shapes,
-                self.disk_cure,
-                checkpoint=checkpoint,
-                own=size,
-                passing=self._passing(target, drafter),
-            )
+            self._check_disk(target, drafter)
         if not self.force:
             check_memory(self._memory(target), self.out)
-        self._export(*models)
-        return self._pack(source.target, source.drafter, source.foreign)
+        self._export()
+        return self._pack()
+
+    def _check_disk(self, *shapes: ModelShape) -> None:
+        """Refuse an export, new or half done, for which the disk has no room. Raises InputError with both numbers."""
+        out, own = self.out, own_file(self.source.target.folder)
+        files = files_bytes(self.recipe.export, shapes, None if own is None else own.bytes)
+        checkpoint = (
+            0 if self.recipe.device else costs.weight_bytes(shapes[1])
+        )  # the bundle's, of the drafter
+        copies = 0 if shares_blocks(out) else files + checkpoint
+        # temporary files are gone before the bundle's copies come
+        needed = files + max(copies, self._passing(*shapes)) - min(files, bytes_in(out / "export"))
+        free = free_disk(out)
+        if needed > free:
+            raise InputError(
+                f"the files, with the bundle's copies of them or what they are made from, take {byte_size(needed)} on the disk "
+                f"and {out} has {byte_size(free)} free; make room, or {self.disk_cure}"
+            )
 
     def _passing(self, *shapes: ModelShape) -> int:
         """Bytes of temporary files, at most, for the files that are not there yet."""
@@ -141,46 +128,6 @@ class Export(ExportStages):
 
         needed = stages_bytes(self.recipe.export, target, alike=are_alike(self.source.target.folder))
         return {stage: each for stage, each in needed.items() if not (self.out / stage / STAGE_FILE).exists()}
-
-    def _responses(self) -> Path:
-        return self.source.responses or super()._responses()
-
-    def _training(self) -> dict[str, Any]:
-        return self.source.training
-
-    def _evaluation_reads(self) -> Reads:
-        file = self.source.evaluation
-        return sources.one_file("evaluation", file) if file is not None else Reads()
-
-    def _evaluation(self) -> dict[str, Any]:
-        file = self.source.evaluation
-        return read_object(file) if file is not None and file.is_file() else {}
-
-
-def check_disk(
-    out: Path,
-    options: ExportOptions,
-    shapes: Sequence[ModelShape],
-    cure: str,
-    *,
-    checkpoint: int = 0,
-    own: int | None = None,
-    passing: int = 0,
-) -> None:
-    """Refuse an export in `out`, new or half done, for which the disk has no room. Raises InputError with both numbers.
-
-    cure: what to do where no room can be made. checkpoint: bytes of the drafter's own weights that go into the bundle. own: those
-    of the target's own GGUF file, None where it came as none. passing: of temporary files, gone before the bundle.
-    """
-    files = files_bytes(options, shapes, own)
-    copies = 0 if shares_blocks(out) else files + checkpoint
-    needed = files + max(copies, passing) - min(files, bytes_in(out / "export"))
-    free = free_disk(out)
-    if needed > free:
-        raise InputError(
-            f"the files, with the bundle's copies of them or what they are made from, take {byte_size(needed)} on the disk and "
-            f"{out} has {byte_size(free)} free; make room, or {cure}"
-        )
 
 
 def _folder(path: str, what: str) -> Path:
@@ -254,11 +201,11 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
     """
     chosen_by = profile(options.device) if options.device else usual
     formats = options.formats or FORMATS
-    known = [one for name in formats for one in PRECISIONS[name]]
+    home = {one: name for name in reversed(formats) for one in PRECISIONS[name]}  # fp32 alone is ONNX's
     for precision in options.precisions:
-        if precision not in known:
+        if precision not in home:
             raise InputError(
-                f"precision {precision!r} is of none of {', '.join(formats)}{did_you_mean(precision, known)}"
+                f"precision {precision!r} is of none of {', '.join(formats)}{did_you_mean(precision, home)}"
             )
     budget = options.bits is not None or options.size or options.quality is not None
     if budget and options.precisions and not {*MIXED.values()} & {*options.precisions}:
@@ -267,7 +214,6 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
             f"{' or '.join(MIXED.values())}, or leave --precisions out"
         )
     if options.precisions:
-        home = {one: name for name in reversed(formats) for one in PRECISIONS[name]}  # fp32 alone is ONNX's
         chosen = {name: [one for one in options.precisions if home[one] == name] for name in formats}
     elif budget:
         chosen = {name: [MIXED[name]] for name in formats if name in MIXED}

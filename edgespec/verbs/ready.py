@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from edgespec.building.pair import gguf_target
+from edgespec.building.pipeline_export import Source
 from edgespec.core import __version__
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, sha256_file, write_json, write_text
@@ -26,7 +27,7 @@ from edgespec.recipe.shipped import in_recipes, load_recipe
 from edgespec.recipe.targets import TARGETS, gguf_of
 from edgespec.shell.environment import HOME, READY, cache_folder
 from edgespec.stages.training_facts import TRAINING, read_training, training_of
-from edgespec.verbs.export import Export, Source
+from edgespec.verbs.export import Export
 
 KEY = 12  # hex digits of a pair's key in its folder's name
 EVALUATION = "evaluation.json"

@@ -10,9 +10,10 @@ from edgespec_recipes.models.loading import load_tokenizer
 from tiny_models import make_model_folder
 
 from edgespec.building.pipeline import Build
-from edgespec.building.pipeline_export import ExportStages
+from edgespec.building.pipeline_export import ExportStages, Source
 from edgespec.core.files import write_json, write_jsonl
 from edgespec.recipe.schema import EvaluateOptions, GenerateOptions, Recipe
+from edgespec.recipe.targets import FoundTarget
 
 TURNS = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -35,9 +36,10 @@ def test_held_out_prompts_that_the_template_refuses_are_verified_joined(target: 
     write_jsonl(tmp_path / "held.jsonl", [{"messages": messages} for messages in asked])
     held_out = EvaluateOptions(prompts_file=str(tmp_path / "held.jsonl"))
     stages = ExportStages(Recipe(target=str(target), evaluate=held_out), tmp_path / "out")
+    stages.source = Source(FoundTarget("t", target, "s"), target, stages.recipe)
     tokenizer = load_tokenizer(target)
-    assert stages._verify_prompts(target, 16) == [encode_prompt(tokenizer, messages) for messages in asked]
-    said = [[message["content"] for message in messages] for messages in stages._held_out(target, 16)]
+    assert stages._calibration_rows() == [encode_prompt(tokenizer, messages) for messages in asked]
+    said = [[message["content"] for message in messages] for messages in stages._held_out(16)]
     assert said == [["Be kind.\n\nHi"], ["Hi\n\nthere"], ["Yo"]]
 
 
@@ -52,7 +54,7 @@ def test_responses_that_were_cut_are_told(
         instructions=(str(tmp_path / "asked.jsonl"),), prompts=3, max_new_tokens=2, temperatures=(0.0,), system_prompts=("",)
     )  # fmt: skip
     recipe = Recipe(target=str(target), generate=how)
-    Build(recipe, tmp_path / "out")._write_responses(target, recipe, set())
+    Build(recipe, tmp_path / "out")._write_responses(target, recipe)
     told = capsys.readouterr().out
     assert ("Note: 0 of 3 responses ended within 2 tokens" in told) is not ends
     assert ("--generate.max-new-tokens" in told) is not ends

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from small_build import command, write_data
 
 from edgespec.building.pipeline import Build
+from edgespec.building.pipeline_export import Source
 from edgespec.cli import main
 from edgespec.core.errors import BundleError
 from edgespec.recipe.read import RECIPE_FILE, resolve
@@ -147,6 +148,8 @@ def test_another_process_leaves_the_record_of_the_pack_alone(small_build: Path, 
     out = shutil.copytree(small_build / "out", tmp_path / "out")
     shutil.rmtree(out / "bundle")
     build = Build(resolve(load_recipe(out / RECIPE_FILE), {}), out, Processes(rank=1))
+    target = FoundTarget("t", small_build / "target", "s")
+    build.source = Source(target, out / "distill" / "model", build.recipe)
     with pytest.raises(BundleError, match=r"manifest.json"):
-        build._pack(FoundTarget("t", small_build / "target", "s"), out / "distill" / "model")
+        build._pack()
     assert (out / "pack" / STAGE_FILE).exists()

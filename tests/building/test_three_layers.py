@@ -24,6 +24,7 @@ from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from small_build import head_command, write_data
 from tiny_models import make_model_folder
 
+from edgespec.building.pipeline_export import Source
 from edgespec.building.pipeline_head import HeadBuild
 from edgespec.cli import main
 from edgespec.core.errors import EdgespecError, InputError
@@ -36,6 +37,7 @@ from edgespec.recipe.drafter import cost_ratios, derive
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import DrafterOptions
 from edgespec.recipe.shipped import load_recipe
+from edgespec.recipe.targets import FoundTarget
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
 
@@ -175,6 +177,7 @@ def test_the_evaluation_counts_the_head_that_was_made(built: Path) -> None:
     made, shape = shape_of_drafter(built / "distill" / "model"), shape_in(target / "config.json")
     shutil.rmtree(file.parent)
     build = HeadBuild(resolve(load_recipe(built / RECIPE_FILE), {}), built)
+    build.source = Source(FoundTarget("t", target, "s"), built / "distill" / "model", build.recipe)
     build._train_and_export(target, derive(shape, DrafterOptions(kind="head")))
     assert read_json(file)["cost_ratio"] == cost_ratios(shape, made)["parameters"]
 

@@ -17,7 +17,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.manifest import open_manifest
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
-from edgespec.planning.costs import file_bytes
+from edgespec.planning.costs import file_bytes, weight_bytes
 from edgespec.planning.devices_fit import fit
 from edgespec.planning.export_costs import passing_bytes
 from edgespec.recipe import devices
@@ -158,25 +158,29 @@ def test_too_little_room_on_the_disk(
 ) -> None:
     shape = ModelShape.from_config(json.loads((models[0] / "config.json").read_text()))
     needed = 2 * (file_bytes(shape, "onnxruntime", "fp32") + file_bytes(shape, "llama.cpp", "q8_0"))
-    options = ExportOptions(onnx=("fp32",), gguf=("q8_0",))
-    for shared, copies in ((True, 0), (False, needed + 1000)):
+    recipe = Recipe("x", export=ExportOptions(onnx=("fp32",), gguf=("q8_0",)))
+    source = export_verb.Source(FoundTarget("x", models[0], ""), models[0], recipe)
+    one = export_verb.Export(recipe, tmp_path, source=source, disk_cure="do this")
+    checkpoint = weight_bytes(shape)
+    for shared, copies in ((True, 0), (False, needed + checkpoint)):
         monkeypatch.setattr(export_verb, "shares_blocks", lambda place, shared=shared: shared)
         enough = needed + copies
         monkeypatch.setattr(export_verb, "free_disk", lambda place, enough=enough: enough)
-        export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000)
+        one._check_disk(shape, shape)
         monkeypatch.setattr(export_verb, "free_disk", lambda place, enough=enough: enough - 1)
         with pytest.raises(InputError, match=r"make room, or do this$"):
-            export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000)
+            one._check_disk(shape, shape)
     (tmp_path / "export").mkdir()  # a byte that an interrupted one has written
     (tmp_path / "export" / "half").write_bytes(b"x")
-    export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000)
+    one._check_disk(shape, shape)
     # what a file is made from is gone before the bundle's copies come
-    more = needed + 1001
+    more = needed + checkpoint + 1
+    monkeypatch.setattr(one, "_passing", lambda *_: more)
     monkeypatch.setattr(export_verb, "free_disk", lambda place: needed + more - 1)
-    export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000, passing=more)
+    one._check_disk(shape, shape)
     monkeypatch.setattr(export_verb, "free_disk", lambda place: needed + more - 2)
     with pytest.raises(InputError, match="what they are made from"):
-        export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000, passing=more)
+        one._check_disk(shape, shape)
 
 
 def test_only_files_that_are_not_there_need_what_they_are_made_from(

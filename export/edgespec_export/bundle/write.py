@@ -67,34 +67,31 @@ FLOAT_LIMIT = 256 * 2**20
 def write_bundle(
     out: Path,
     export_folder: Path,
-    target_folder: Path,
+    target: FoundTarget,
     drafter_folder: Path,
     options: ExportOptions,
     *,
-    target_name: str,
-    target_source: str,
     prompts: Sequence[Sequence[dict[str, str]]],
     evaluation: dict[str, Any],
     verification: dict[str, Any],
     metrics: dict[str, Any],
     provenance: dict[str, Any],
     device: Profile | None = None,
-    licence: str = "",
     foreign: FoundTarget | None = None,
 ) -> dict[str, Any]:
     """Write the bundle `out` (whole or not at all); return the number of files and bytes.
 
     `prompts` are held-out chats (messages ending with the user's). `evaluation` and `verification` become evaluation.json and
-    verify.json, `metrics` goes into the manifest; versions and edgespec's version are added to `provenance`; `licence` is the
-    note that came with the target, for the card; `foreign` the drafter where edgespec has not trained it. Exported files are
-    copied (their blocks shared where the file system can). Beside them lies what other engines need; a bundle for a `device` goes
-    without the drafter's checkpoint. Raises InputError where the two tokenizers differ or an exported file is missing.
+    verify.json, `metrics` goes into the manifest; versions and edgespec's version are added to `provenance`; `foreign` is the
+    drafter where edgespec has not trained it. Exported files are copied (their blocks shared where the file system can). Beside
+    them lies what other engines need; a bundle for a `device` goes without the drafter's checkpoint. Raises InputError where the
+    two tokenizers differ or an exported file is missing.
     """
-    folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
+    folders = dict(zip(ROLES, (target.folder, drafter_folder), strict=True))
     head = is_head(drafter_folder)
     shapes = {role: shape_of_drafter(folder) for role, folder in folders.items()}
-    subset = check_same_tokenizer(target_folder, drafter_folder)
-    own = own_file(target_folder)
+    subset = check_same_tokenizer(target.folder, drafter_folder)
+    own = own_file(target.folder)
     exported = exported_files(export_folder, options, own, head=head)
     if not exported:
         raise InputError("the recipe exports no precision at all; give --export.onnx or --export.gguf")
@@ -104,10 +101,10 @@ def write_bundle(
     with whole_folder(out) as folder:
         sizes = _copy(exported, export_folder, folder)
         (folder / "tokenizer").mkdir()
-        copy_tokenizer(target_folder, folder / "tokenizer")
+        copy_tokenizer(target.folder, folder / "tokenizer")
         # with every id that ends a reply: the runtime reads no other file for them
-        ends = stop_ids(target_folder, FolderTokenizer(target_folder).whole.eos_token_id)
-        generation = read_generation_config(target_folder) | {"eos_token_id": ends}
+        ends = stop_ids(target.folder, FolderTokenizer(target.folder).whole.eos_token_id)
+        generation = read_generation_config(target.folder) | {"eos_token_id": ends}
         write_json(folder / "tokenizer" / GENERATION, generation)
         if subset is not None:
             write_vocabulary(folder / DRAFTERS_VOCABULARY, subset)
@@ -115,10 +112,10 @@ def write_bundle(
         write_json(folder / "evaluation.json", evaluation)
         write_json(folder / "verify.json", verification)
         names = {
-            "target": (target_name, target_source),
+            "target": (target.name, target.source),
             "drafter": (foreign.name, foreign.source)
             if foreign
-            else (f"{target_name}-drafter", "made by edgespec"),
+            else (f"{target.name}-drafter", "made by edgespec"),
         }
         models = {
             role: BundleModel(
@@ -177,7 +174,9 @@ def write_bundle(
             name = path.relative_to(export_folder).as_posix()
             rows.append((name, sizes[path], streamed[one.role, one.key, fast]))
         card = folder / "README.md"
-        write_text(card, Card(manifest, rows, evaluation, verification, licence, subset, foreign).text())
+        write_text(
+            card, Card(manifest, rows, evaluation, verification, target.licence, subset, foreign).text()
+        )
         entry = BundleFile(sha256_file(card), card.stat().st_size)
         manifest = replace(manifest, files={card.name: entry, **manifest.files})
         write_manifest(folder, manifest)

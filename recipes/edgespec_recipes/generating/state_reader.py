@@ -102,7 +102,7 @@ def read_conversations(
     tokens: int,
     shard_size: int,
     how: InferenceOptions,
-    top_k: int,
+    stored_top_k: int,
     context: int,
     features: str = LAST,
 ) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def read_conversations(
             f"no conversation of {source} fits {longest} tokens, which distill.context and the target's context allow; give "
             "shorter ones"
         )
-    reader = StateReader(target_folder, replies, stops, how, top_k, features)
+    reader = StateReader(target_folder, replies, stops, how, stored_top_k, features)
     return write_shards(out, reader, requests, shard_size, "target reads conversations", "conversations")
 
 

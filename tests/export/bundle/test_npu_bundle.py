@@ -27,6 +27,7 @@ from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.files import read_json, write_json
 from edgespec.core.metrics import RawCounts
 from edgespec.recipe.schema import ExportOptions
+from edgespec.recipe.targets import FoundTarget
 
 OPTIONS = ExportOptions(
     onnx=("fp32",), gguf=(), npu=("fp32", "qdq8", "qdq16"), npu_length=128, npu_prefill=32
@@ -46,8 +47,8 @@ def exported(families: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="module")
 def bundle(families: dict[str, Path], exported: Path) -> Path:
     write_bundle(
-        exported / "bundle", exported / "export", families["llama"], exported / "drafter", OPTIONS, target_name="tiny",
-        target_source="test", prompts=[[{"role": "user", "content": "Hello"}]], evaluation={}, verification={"files": []},
+        exported / "bundle", exported / "export", FoundTarget("tiny", families["llama"], "test"), exported / "drafter", OPTIONS,
+        prompts=[[{"role": "user", "content": "Hello"}]], evaluation={}, verification={"files": []},
         metrics={}, provenance={},
     )  # fmt: skip
     return exported / "bundle"

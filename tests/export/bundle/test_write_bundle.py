@@ -26,6 +26,7 @@ from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.manifest import open_manifest
 from edgespec.recipe.schema import ExportOptions
+from edgespec.recipe.targets import FoundTarget
 
 CHAT = [{"role": "user", "content": "What is a list?"}]
 
@@ -44,11 +45,9 @@ def write(
     return write_bundle(
         out,
         folders["export"],
-        folders["target"],
+        FoundTarget("tiny", folders["target"], "someone/tiny"),
         folders["drafter"],
         options or ExportOptions(),
-        target_name="tiny",
-        target_source="someone/tiny",
         prompts=[CHAT],
         evaluation={"tau": 2.0},
         verification={"files": []},

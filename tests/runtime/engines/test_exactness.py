@@ -29,6 +29,7 @@ from edgespec.cli import main
 from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.recipe.schema import ExportOptions
+from edgespec.recipe.targets import FoundTarget
 
 ROUNDING = 1e-4  # of a logit; what float sums in another order may differ by, several times over
 ROUNDED = 1e-2  # of a logit; what int8 activations and blocks summed in another way differ by at least, on these weights
@@ -48,11 +49,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_bundle(
         root / "bundle",
         root / "export",
-        target,
+        FoundTarget("tiny", target, "test"),
         drafter,
         ExportOptions(),
-        target_name="tiny",
-        target_source="test",
         prompts=CHATS,
         evaluation={},
         verification=read_json(root / "verify.json"),

@@ -19,6 +19,7 @@ from edgespec.core.manifest import BundleModel, Manifest, describe_files, write_
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import cost_ratios
 from edgespec.recipe.schema import ExportOptions
+from edgespec.recipe.targets import FoundTarget
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 PROMPTS = ("Hello", "What is a list?", "Say something in Zürich", "Count: 1 2 3 4", "def f(x):", "naïve café")
@@ -91,7 +92,7 @@ def exported_bundle(
     options = ExportOptions(onnx=onnx, gguf=gguf)
     export_pair(root / "export", target, drafter, options)
     write_bundle(
-        root / "bundle", root / "export", target, drafter, options, target_name="tiny", target_source="test",
+        root / "bundle", root / "export", FoundTarget("tiny", target, "test"), drafter, options,
         prompts=[[{"role": "user", "content": prompt}] for prompt in prompts],
         evaluation={}, verification={"files": []}, metrics=metrics or {}, provenance={},
     )  # fmt: skip
