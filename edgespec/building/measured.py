@@ -16,6 +16,7 @@ from edgespec.core.errors import EdgespecError
 
 LOOK = 0.1  # seconds between two looks at the memory that is the program's own
 LAST_LINES = 3
+UNIT = 1 if sys.platform == "darwin" else 1024  # bytes that an account of memory counts in
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _ended(process: Popen[bytes]) -> int | None:
     if not pid:
         return None
     process.returncode = os.waitstatus_to_exitcode(status)
-    return int(usage.ru_maxrss) * _unit()
+    return int(usage.ru_maxrss) * UNIT
 
 
 def _peak_here() -> int:
@@ -76,12 +77,7 @@ def _peak_here() -> int:
         import resource
     except ImportError:  # Windows
         return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _unit()
-
-
-def _unit() -> int:
-    """Bytes that an account of memory counts in."""
-    return 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
 
 
 def _look(pid: int, seen: dict[str, int]) -> None:

@@ -217,6 +217,8 @@ def test_which_files_are_written() -> None:
     assert chosen(device="intel-npu") == {"npu": ["qdq16"]}
     with pytest.raises(InputError, match=r"'q4_0' is of none of onnx"):
         chosen(precisions="q4_0", formats="onnx")
+    with pytest.raises(InputError, match="known: bf16, f16, f32, fp16, fp32, int4, "):  # each once
+        chosen(precisions="zz")
     for given, words in (
         ({"device": "raspberry-pi", "formats": "onnx"}, "raspberry-pi has no files in onnx"),
         ({"build": "b", "formats": "npu"}, "b has no files in npu"),
