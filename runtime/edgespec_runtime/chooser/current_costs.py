@@ -6,7 +6,7 @@ nothing of acceptance.
 
 from __future__ import annotations
 
-from edgespec_runtime.chooser.pass_costs import Costs, Row
+from edgespec_runtime.chooser.pass_costs import Costs, CostsAt
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Outcome
 
 WEIGHT = 0.1  # of the newest block in a factor: some ten blocks move it, one does not
@@ -49,17 +49,17 @@ class CurrentCosts:
         self._drafting = _Factor()
         self._passes: dict[int, _Factor] = {}  # by size, of those that were made lately
         self._blocks = 0
-        self.row: Row = costs.row(costs.contexts[0])
+        self.row: CostsAt = costs.at(costs.contexts[0])
 
     def move(self, context: int) -> None:
         """Take the table's row at this context."""
-        self.row = self._costs.row(context)
+        self.row = self._costs.at(context)
 
     def block(self, length: int, *, copies: bool = False) -> float:
         """Expected seconds of a block with a draft of `length` tokens; 0: of a plain step. Copies cost no drafter steps."""
         row = self.row
         drafting, size = (0 if copies else length + self._mixes) * row.draft, row.size[length]
-        return drafting * self._drafting.value + row.verify[size] * self._factor(size).value
+        return drafting * self._drafting.value + row.passes[size] * self._factor(size).value
 
     def learn(self, outcome: Outcome) -> float:
         """Move the factors by what a block took. Returns its seconds, a pass that was held up clipped."""
@@ -74,7 +74,7 @@ class CurrentCosts:
         self._passes[size] = factor = self._factor(size)
         factor.block = self._blocks
         # a pass, and the sampling and the loop's work around it
-        return drafting + factor.learn(outcome.seconds - outcome.draft_seconds, row.verify[size])
+        return drafting + factor.learn(outcome.seconds - outcome.draft_seconds, row.passes[size])
 
     def _factor(self, size: int) -> _Factor:
         """Of a size that was not made lately, the nearest one's: it tells how fast the machine is."""

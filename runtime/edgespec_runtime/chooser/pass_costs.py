@@ -25,17 +25,6 @@ LONGEST_PASS = 16  # tokens: at an acceptance rate of 0.8, a 16th draft token wo
 PADDING_GAIN = 0.05  # share that a longer pass must save, or it is not made: less is noise of the measurement
 
 
-class Row(NamedTuple):
-    """Costs at one context.
-
-    `draft`: seconds of a drafter step; `verify[n]`: of a pass of n tokens; `size[γ]`: the pass to make for a draft of γ tokens.
-    """
-
-    draft: float
-    verify: list[float]
-    size: list[int]
-
-
 @dataclass(frozen=True)
 class Costs:
     """Measured seconds at several context lengths (tokens already in the cache).
@@ -74,10 +63,10 @@ class Costs:
         """Most tokens of a pass that was measured."""
         return len(self.verify_seconds[0])
 
-    def row(self, context: int) -> Row:
+    def at(self, context: int, most: int | None = None) -> CostsAt:
         """All costs at one context: linear between two measured ones, constant outside them.
 
-        Made while a reply is decoded, so it takes microseconds.
+        Made while a reply is decoded, so it takes microseconds. `most`: None for the longest draft that a pass can verify.
         """
         above = bisect(self.contexts, context)
         below = max(0, above - 1)
@@ -94,61 +83,64 @@ class Costs:
             cheapest = n if seconds[n] <= seconds[cheapest] else cheapest
             # a plain step stays one: with it all gains are compared
             size.append(cheapest if n > 1 and seconds[cheapest] < (1 - PADDING_GAIN) * seconds[n] else n)
-        return Row(between(self.draft_seconds[below], self.draft_seconds[above]), seconds, size[::-1])
-
-    def verify(self, n: int, context: int) -> float:
-        """Seconds of a target pass of n ≥ 1 tokens; past `longest` every token costs what it did on average below."""
-        seconds, size = self.row(context).verify, min(n, self.longest)
-        return seconds[size] + (n - size) * max(0.0, seconds[size] - seconds[1]) / max(1, size - 1)
-
-    def draft(self, context: int) -> float:
-        """Seconds of one drafter step."""
-        return self.row(context).draft
-
-    def v(self, n: int, context: int) -> float:
-        """A pass of n tokens in plain steps."""
-        return self.verify(n, context) / self.verify(1, context)
-
-    def c_t(self, context: int) -> float:
-        """A drafter step in plain steps."""
-        return self.draft(context) / self.verify(1, context)
-
-    def cheapest_length(self, n: int, context: int) -> int:
-        """Length of the pass to make for n tokens: n, or the cheapest longer one where padding saves time."""
-        return self.row(context).size[n - 1] if n <= self.longest else n
-
-    def at(self, context: int, most: int | None = None) -> CostsAt:
-        """What follows from them at one context, for drafts of at most `most` tokens; None: those that a pass can verify."""
-        return CostsAt(self, context, self.longest - 1 if most is None else most)
+        draft = between(self.draft_seconds[below], self.draft_seconds[above])
+        return CostsAt(context, self.longest - 1 if most is None else most, draft, seconds, size[::-1])
 
     def nearest(self, context: int) -> CostsAt:
         """The same at the measured context nearest to this one."""
         return self.at(min(self.contexts, key=lambda measured: abs(measured - context)))
 
+    def verify(self, n: int, context: int) -> float:
+        """Seconds of a target pass of n tokens at this context."""
+        return self.at(context).verify(n)
 
-@dataclass(frozen=True)
-class CostsAt:
-    """Costs at one context and what follows from them; `most`: the longest draft that comes into question."""
+    def draft(self, context: int) -> float:
+        """Seconds of one drafter step at this context."""
+        return self.at(context).draft
 
-    costs: Costs
+
+class CostsAt(NamedTuple):
+    """Costs at one context, and what follows from them.
+
+    Attributes:
+        most: the longest draft that comes into question.
+        draft: seconds of a drafter step.
+        passes: [n], seconds of a target pass of n tokens; size: [γ], tokens of the pass to make for a draft of γ.
+    """
+
     context: int
     most: int
+    draft: float
+    passes: list[float]
+    size: list[int]
+
+    def verify(self, n: int) -> float:
+        """Seconds of a target pass of n ≥ 1 tokens; past the longest every token costs what it did on average below."""
+        size = min(n, len(self.size))
+        seconds = self.passes[size]
+        return seconds + (n - size) * max(0.0, seconds - self.passes[1]) / max(1, size - 1)
+
+    def pass_length(self, n: int) -> int:
+        """Length of the pass to make for n tokens: n, or the cheapest longer one where padding saves time."""
+        return self.size[n - 1] if n <= len(self.size) else n
 
     @property
     def plain_rate(self) -> float:
         """Tokens a second of plain decoding."""
-        return 1.0 / self.costs.verify(1, self.context)
+        return 1.0 / self.passes[1]
 
     @property
     def c_t(self) -> float:
-        return self.costs.c_t(self.context)
+        """A drafter step in plain steps."""
+        return self.draft / self.passes[1]
 
     def v(self, n: int) -> float:
-        return self.costs.v(n, self.context)
+        """A pass of n tokens in plain steps."""
+        return self.verify(n) / self.passes[1]
 
     def block(self, length: int) -> float:
         """Plain steps that a draft of γ tokens and the cheapest pass that verifies it take."""
-        return length * self.c_t + self.v(self.costs.cheapest_length(length + 1, self.context))
+        return length * self.c_t + self.v(self.pass_length(length + 1))
 
     def speedup(self, rate: float, length: int) -> float:
         """Predicted token rate over that of plain decoding at α and γ; 1 at γ = 0."""

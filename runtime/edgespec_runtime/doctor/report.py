@@ -93,7 +93,7 @@ def cost_table(costs: Costs, *, markdown: bool = False) -> str:
             str(context),
             f"{1e3 * costs.verify(1, context):.3g}",
             f"{1e3 * costs.draft(context):.3g}",
-            f"{costs.c_t(context):.3f}",
+            f"{costs.at(context).c_t:.3f}",
         )
         for context in costs.contexts
     ]
@@ -114,9 +114,9 @@ def draft_length_table(
         headers += [f"x plain, {known.where}", "MBSU"]
     rows = []
     for length in range(1, costs.longest):
-        size, needed = costs.cheapest_length(length + 1, at.context), at.break_even(length)
+        size, needed = at.pass_length(length + 1), at.break_even(length)
         padded = f"{length + 1} -> {size}" if size > length + 1 else str(size)
-        row = [f"γ = {length}", *(f"{costs.v(length + 1, context):.2f}" for context in costs.contexts)]
+        row = [f"γ = {length}", *(f"{costs.at(context).v(length + 1):.2f}" for context in costs.contexts)]
         row += [padded, f"{at.block(length):.2f}", "none" if needed is None else f"{needed:.2f}"]
         for known in acceptances:
             efficiency = predicted_block_efficiency(known.rate, length)
@@ -166,7 +166,7 @@ def limit(findings: Findings) -> str:
     """Which limit binds a plain step: memory, arithmetic, or what a pass costs whatever it holds."""
     at = findings.chosen.at
     rate, bandwidth = findings.streamed * at.plain_rate, findings.bandwidth
-    few = min(FEW, at.costs.longest)
+    few = min(FEW, findings.chosen.costs.longest)
     further = (at.v(few) - 1) / max(1, few - 1)
     used = (
         f"a step of {1e3 / at.plain_rate:.3g} ms reads {findings.streamed / 1e6:.3g} MB, {rate / 1e9:.3g} GB/s where memory "
@@ -206,7 +206,7 @@ def _diagnosed(chosen: Variant, known: Acceptance, findings: Findings) -> str:
         return "Speculation cannot run: the context has no room for a draft."
     best = max(drafts, key=lambda draft: at.speedup(rate, draft))
     predicted = at.speedup(rate, best)
-    verify_cost = at.v(at.costs.cheapest_length(best + 1, at.context))
+    verify_cost = at.v(at.pass_length(best + 1))
     efficiency = predicted_block_efficiency(rate, best)
     cause = block_cause(rate, efficiency, best, at.c_t, verify_cost)
     says = (
@@ -219,8 +219,8 @@ def _exactness_costs(chosen: Variant, length: int, others: Sequence[Variant]) ->
     """What the exact mode is part of the cause of: the same file in the other mode verifies clearly faster."""
     for other in others:
         same = (other.engine, other.precision) == (chosen.engine, chosen.precision)
-        mine = chosen.costs.verify(length + 1, chosen.at.context)
-        theirs = other.costs.verify(length + 1, other.at.context)
+        mine = chosen.at.verify(length + 1)
+        theirs = other.at.verify(length + 1)
         if same and mine > CLEARLY * theirs and other.difference.flips > chosen.difference.flips:
             return (
                 f" Exactness is part of it: {other.name} verifies in {theirs / mine:.0%} of the time and changes "
@@ -309,8 +309,8 @@ def as_json(findings: Findings) -> dict[str, Any]:
         **asdict(findings),
         "derived": {
             "context": usual.context,
-            "v": {str(at): [costs.v(n, at) for n in range(1, costs.longest + 1)] for at in costs.contexts},
-            "c_t": {str(at): costs.c_t(at) for at in costs.contexts},
+            "v": {str(at): [costs.at(at).v(n) for n in range(1, costs.longest + 1)] for at in costs.contexts},
+            "c_t": {str(at): costs.at(at).c_t for at in costs.contexts},
             "break_even": {str(length): usual.break_even(length) for length in range(1, costs.longest)},
             "best": [
                 {"where": known.where, "draft_length": length, "speedup": gain}

@@ -56,7 +56,7 @@ def best_by_enumeration(costs: Costs, rate: float, most: int, mixes: bool) -> in
     for length in range(most + 1):
         chances = [rate**kept * (1 - rate) for kept in range(length)] + [rate**length]
         tokens = sum(chance * (kept + 1) for kept, chance in enumerate(chances))
-        size = costs.cheapest_length(length + 1, CONTEXT)
+        size = costs.at(CONTEXT).pass_length(length + 1)
         found[length] = tokens / ((length + mixes) * costs.draft(CONTEXT) + costs.verify(size, CONTEXT))
     return max(found, key=lambda length: found[length])
 

@@ -22,8 +22,8 @@ def test_costs_are_linear_between_contexts_and_constant_outside() -> None:
     costs = Costs((100, 300), ((1.0, 2.0), (3.0, 5.0)), (0.1, 0.5))
     assert [costs.verify(2, at) for at in (1, 100, 150, 200, 300, 900)] == [2.0, 2.0, 2.75, 3.5, 5.0, 5.0]
     assert costs.draft(200) == pytest.approx(0.3)
-    assert costs.v(2, 200) == pytest.approx(3.5 / 2.0)
-    assert costs.c_t(200) == pytest.approx(0.15)
+    assert costs.at(200).v(2) == pytest.approx(3.5 / 2.0)
+    assert costs.at(200).c_t == pytest.approx(0.15)
     assert costs.verify(4, 100) == pytest.approx(4.0)  # past the longest: as much for each token as below
 
 
@@ -56,21 +56,21 @@ def test_a_table_with_holes_is_refused(table: dict[str, object]) -> None:
 
 def test_three_tokens_are_padded_to_four_on_a_saw_tooth() -> None:
     costs = made_up(SAW, 0.02)
-    assert [costs.cheapest_length(n, 64) for n in range(1, 9)] == [1, 4, 4, 4, 5, 6, 7, 8]
+    assert [costs.at(64).pass_length(n) for n in range(1, 9)] == [1, 4, 4, 4, 5, 6, 7, 8]
     smooth = made_up((1.0, 1.08, 1.25, 1.40), 0.02)
-    assert [smooth.cheapest_length(n, 64) for n in range(1, 8)] == [1, 2, 3, 4, 5, 6, 7]
+    assert [smooth.at(64).pass_length(n) for n in range(1, 8)] == [1, 2, 3, 4, 5, 6, 7]
     noise = made_up((1.0, 1.08, 1.25, 1.24), 0.02)
-    assert noise.cheapest_length(3, 64) == 3  # 1 % is no reason to pad
+    assert noise.at(64).pass_length(3) == 3  # 1 % is no reason to pad
     # A plain step is never padded: with it all gains are compared.
-    assert made_up((1.0, 0.7, 1.25), 0.02).cheapest_length(1, 64) == 1
+    assert made_up((1.0, 0.7, 1.25), 0.02).at(64).pass_length(1) == 1
 
 
 def test_a_row_is_the_table_at_one_context() -> None:
     costs = made_up(SAW, 0.02)
-    draft, verify, size = costs.row(64)
+    _, _, draft, verify, size = costs.at(64)
     assert draft == pytest.approx(0.1 * 0.02)
     assert verify[1:] == pytest.approx([0.1 * value for value in SAW])
-    assert size == [costs.cheapest_length(n, 64) for n in range(1, 9)]
+    assert size == [costs.at(64).pass_length(n) for n in range(1, 9)]
 
 
 def test_speedup_is_the_formula_with_the_cheaper_pass() -> None:
@@ -107,4 +107,4 @@ def test_the_best_draft_length_is_zero_where_nothing_pays() -> None:
 
 
 def test_of_equally_cheap_passes_the_shortest_is_made() -> None:
-    assert Costs((64,), ((1.0, 2.0, 1.5, 1.5),), (0.1,)).row(64).size == [1, 3, 3, 4]
+    assert Costs((64,), ((1.0, 2.0, 1.5, 1.5),), (0.1,)).at(64).size == [1, 3, 3, 4]

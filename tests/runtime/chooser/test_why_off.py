@@ -31,7 +31,7 @@ def test_what_is_needed_is_the_least_break_even_of_the_table(rate: float, draft:
     costs = costs_of(STEEP, draft)
     needed = {length: costs.at(CONTEXT).break_even(length) or 1.0 for length in range(1, 9)}
     length = min(needed, key=needed.__getitem__)
-    cost = length * draft + costs.v(length + 1, CONTEXT)
+    cost = length * draft + costs.at(CONTEXT).v(length + 1)
     assert rate < needed[length] == pytest.approx(0.6 + draft, abs=1e-4)
     assert costs.at(CONTEXT).speedup(needed[length], length) == pytest.approx(1.0, abs=1e-4)
     assert resting(costs, rate).off == (

@@ -70,7 +70,7 @@ class Padded(Fixed):
         self._costs = costs
 
     def pass_length(self, count: int) -> int:
-        return self._costs.cheapest_length(count, self._costs.contexts[0])
+        return self._costs.at(self._costs.contexts[0]).pass_length(count)
 
 
 def seconds_of(
