@@ -15,19 +15,19 @@ and in no block):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from edgespec.core.metrics import RawCounts
-from edgespec_runtime.decoding.block_clock import DRAFT, VERIFY, BlockClock
-from edgespec_runtime.decoding.drafters import Drafter, highest_probability
-from edgespec_runtime.decoding.options import Block, DecodingOptions
+from edgespec_runtime.decoding.block_clock import DRAFT, VERIFY
+from edgespec_runtime.decoding.drafters import highest_probability
+from edgespec_runtime.decoding.options import Block
 from edgespec_runtime.decoding.reply_state import ReplyState
-from edgespec_runtime.engines.cached_engine import CachedEngine, common_length
+from edgespec_runtime.engines.cached_engine import common_length
 from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.rules.acceptance import Draft, TokenRule
 from edgespec_runtime.rules.cascades import discrepancy, log_total
-from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
+from edgespec_runtime.rules.sampling import Categorical, warp
 from edgespec_runtime.rules.table import (
     BILD,
     MEAN,
@@ -44,40 +44,33 @@ LONGEST_RUN = 10  # draft tokens in a row of a token cascade, as in the paper's 
 
 
 class CascadeState(ReplyState):
-    """A reply with tokens behind it that are being tried. Takes a checked prompt; the arguments are those of `loop.decode`.
-
-    Attributes:
-        ids: what was emitted and, behind it, what is being tried.
-        finish: why it is over; '' where it is not.
-    """
-
-    def __init__(
-        self,
-        target: CachedEngine,
-        draft: CachedEngine,
-        drafter: Drafter,
-        prompt: Sequence[int],
-        options: DecodingOptions,
-        stop: Collection[int],
-        counts: RawCounts,
-    ) -> None:
-        super().__init__(target, drafter, prompt, options, BlockClock(counts))
-        self.target, self.draft_model, self.stop, self.counts = target, draft, stop, counts
-        self.how, self.source = Warp.of(options), Uniforms(options.seed)
-        self.emitted = len(prompt)  # of `ids`
-        self.finish = ""
+    """A reply with tokens behind it that are being tried."""
 
     def draft_logits(self) -> Logits | None:
         """The drafter's logits [V] behind `ids`; None where its context is too short for them."""
-        model = self.draft_model
-        fits = len(self.ids) <= model.engine.context_length
-        return model.read(self.ids[len(model.tokens) :]) if fits else None
+        assert self.drafter is not None
+        guess = self.drafter.guess(self.ids) if self.drafter.origins(self.ids) else None
+        return None if guess is None else guess.logits
 
-    def target_logits(self) -> Logits:
-        """The target's logits [V] behind `ids`."""
+    def draft_while_sure(self, most: int, a: float, *, keeps_logits: bool = False) -> Draft:
+        """Draft while max q >= 1 − a and nothing ends the reply, at most `most` tokens in a row."""
+        draft = Draft()
+        while len(draft.tokens) < most and not self.is_over():
+            logits = self.draft_logits()
+            if logits is None or highest_probability(logits) < 1 - a:
+                break
+            if keeps_logits:
+                draft.logits.append(logits.copy())
+            draft.q.append(warp(logits, self.how))
+            draft.tokens.append(self.write(draft.q[-1]))
+        self.clock.lap(DRAFT)
+        return draft
+
+    def write_by_target(self) -> None:
+        """Append a token drawn from what the target says behind `ids`; it is not emitted yet."""
         logits = self.target.read(self.ids[len(self.target.tokens) :])
         self.clock.lap(VERIFY)
-        return logits
+        self.write(warp(logits, self.how))
 
     def write(self, distribution: Categorical) -> int:
         """Append a token drawn from `distribution`; it is not emitted yet."""
@@ -97,21 +90,12 @@ class CascadeState(ReplyState):
 
     def block(self, drafted: int, accepted: int, *, by_target: bool = True) -> Block:
         """Emit what was tried. `by_target`: the target read it, so it counts as a block."""
-        new, self.finish = self.emit(self.take_back(), self.stop)
-        self.emitted = len(self.ids)
+        new = self.emit(self.take_back())
         self.settle()
-        if by_target:
-            self.counts.add_block(drafted, accepted, len(new))
-        else:
-            self.counts.add(RawCounts(emitted=len(new)))
-            self.count_drafts(drafted, accepted)
+        self.counts.add_block(drafted, accepted, len(new))
+        self.counts.blocks -= not by_target
         self.clock.end()
         return Block(tuple(new), accepted, self.finish)
-
-    def count_drafts(self, drafted: int, accepted: int) -> None:
-        """Count draft tokens, the first `accepted` of which stay, outside a pass of the target."""
-        passed = [1] * accepted + [0] * (drafted - accepted)
-        self.counts.add(RawCounts(drafted=drafted, tested=[1] * drafted, accepted=passed))
 
 
 def _token_cascade(reply: CascadeState, rule: Share) -> Iterator[Block]:
@@ -120,18 +104,10 @@ def _token_cascade(reply: CascadeState, rule: Share) -> Iterator[Block]:
     reply.prefill_drafter()
     while not reply.finish:
         reply.clock.begin()
-        drafted = 0
-        while drafted < LONGEST_RUN and not reply.is_over():
-            logits = reply.draft_logits()
-            if logits is None or highest_probability(logits) < 1 - rule.a:
-                break
-            reply.write(warp(logits, reply.how))
-            drafted += 1
-        reply.clock.lap(DRAFT)
+        drafted = len(reply.draft_while_sure(LONGEST_RUN, rule.a).tokens)
         defers = not reply.is_over()
         if defers:
-            logits = reply.target_logits()
-            reply.write(warp(logits, reply.how))
+            reply.write_by_target()
         yield reply.block(drafted, drafted, by_target=defers)
 
 
@@ -163,13 +139,12 @@ def _sequence_cascade(reply: CascadeState, rule: SequenceCascade) -> Iterator[Bl
         yield reply.block(drafted, drafted, by_target=False)
         return
     reply.take_back()
-    reply.count_drafts(drafted, 0)
+    reply.counts.add(RawCounts(drafted=drafted, tested=[1] * drafted, accepted=[0] * drafted))
     reply.clock.end()
     reply.prefill()
     while not reply.finish:
         reply.clock.begin()
-        logits = reply.target_logits()
-        reply.write(warp(logits, reply.how))
+        reply.write_by_target()
         yield reply.block(0, 0)
 
 
@@ -186,15 +161,7 @@ def _bild(reply: CascadeState, rule: Bild) -> Iterator[Block]:
     reply.prefill_drafter()
     while not reply.finish:
         reply.clock.begin()
-        draft = Draft()
-        while len(draft.tokens) < rule.window and not reply.is_over():
-            logits = reply.draft_logits()
-            if logits is None or highest_probability(logits) < 1 - rule.a_f:
-                break
-            draft.logits.append(logits.copy())
-            draft.q.append(warp(logits, reply.how))
-            draft.tokens.append(reply.write(draft.q[-1]))
-        reply.clock.lap(DRAFT)
+        draft = reply.draft_while_sure(rule.window, rule.a_f, keeps_logits=True)
         rows = reply.target.read_rows(reply.ids[reply.emitted - 1 :])
         reply.clock.lap(VERIFY)
         accepted, added = roll_back.verify(rows, draft, reply.how, reply.source, reply.emitted)

@@ -20,7 +20,6 @@ from collections.abc import Collection, Generator, Sequence
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
-from edgespec_runtime.decoding.block_clock import BlockClock
 from edgespec_runtime.decoding.cascade_loops import CascadeState, decode_by
 from edgespec_runtime.decoding.drafters import drafter_of
 from edgespec_runtime.decoding.options import SHIFT, UNMEASURED, Block, DecodingOptions
@@ -30,7 +29,7 @@ from edgespec_runtime.engines.cached_engine import CachedEngine, most_kept
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Rule, at_temperature
 from edgespec_runtime.rules.reproducible import PositionNoise
-from edgespec_runtime.rules.sampling import TokenSource, Uniforms, Warp
+from edgespec_runtime.rules.sampling import TokenSource, Uniforms
 from edgespec_runtime.rules.table import RULES, Kind, LoopRule, rule_of
 
 
@@ -61,42 +60,42 @@ def decode(
     check_prompt(target, draft, prompt, options)
     rule, drafter = rule or options.acceptance_rule(), drafter_of(options, draft)
     check_rule_fits(draft, rule)
+    given = (target, drafter, prompt, options, stop, counts)
     if isinstance(rule, LoopRule):
-        if draft is not None and drafter is not None:
-            yield from decode_by(rule, CascadeState(target, draft, drafter, prompt, options, stop, counts))
+        if drafter is not None:
+            yield from decode_by(rule, CascadeState(*given, Uniforms(options.seed)))
             return
         rule = LOSSLESS_RULE  # nobody drafts: plain decoding
-    how = Warp.of(options)
-    rule = at_temperature(rule, how.temperature)
-    draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
-    source = source_of(rule, options.seed)
+    rule = at_temperature(rule, options.temperature)
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
-    reply, finish = ReplyState(target, drafter, prompt, options, BlockClock(counts)), ""
+    reply = ReplyState(*given, source_of(rule, options.seed))
+    how = reply.how
+    draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     reply.prefill()
     try:
-        while not finish:
+        while not reply.finish:
             reply.clock.begin()
             if reply.is_full():
-                source.shift(reply.make_room())
+                reply.make_room()
             context = len(reply.ids)
             length = reply.choose(schedule)
 
             proposed, origin = NOTHING, schedule.origin
             if length or rule.mixes:
-                proposed = reply.draft(length, draft_how, source, rule, origin)
+                proposed = reply.draft(length, draft_how, rule, origin)
             drafted = len(proposed.tokens)
 
             rows = reply.verify(proposed.tokens, schedule.pass_length(1 + drafted))
-            accepted, added = rule.verify(rows, proposed, how, source, context)
+            accepted, added = rule.verify(rows, proposed, how, reply.source, context)
 
-            new, finish = reply.emit([*proposed.tokens[:accepted], added], stop)
+            new = reply.emit([*proposed.tokens[:accepted], added])
             accepted = min(accepted, len(new))  # a stop token among them ends the reply
 
             reply.settle()
             counts.add_block(drafted, accepted, len(new), proposed.copied)
             schedule.observe(reply.clock.outcome(drafted, accepted, len(new), len(rows), origin))
             reply.clock.end()
-            yield Block(tuple(new), accepted, finish)
+            yield Block(tuple(new), accepted, reply.finish)
     finally:
         reply.settle()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from edgespec_runtime.decoding import cascade_loops, loop
+from edgespec_runtime.decoding import loop
 from edgespec_runtime.rules import sampling
 from edgespec_runtime.rules.sampling import Categorical, Warp, warp
 from toy_engine import LogitsOf
@@ -77,8 +77,7 @@ def law_of(run: Callable[[], Sequence[int]]) -> Law:
         patch.setattr(
             sampling, "_invert", lambda weights, uniform: (uniform.index(weights), float(weights.sum()))
         )
-        for module in (loop, cascade_loops):
-            patch.setattr(module, "Uniforms", lambda seed: explorer)
+        patch.setattr(loop, "Uniforms", lambda seed: explorer)
         while True:
             emitted = tuple(run())
             law[emitted] += explorer.mass
