@@ -34,7 +34,6 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome, Schedule
 from edgespec_runtime.decoding.speed import TimedEngine, shuffled
-from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import free_share
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST
@@ -106,7 +105,7 @@ class SyntheticPair:
 Build = Callable[[str, str, str], SyntheticPair]
 
 
-class Replay:
+class Replay(Schedule):
     """A schedule and a rule that together accept with given rates, whatever the models say.
 
     The rule does all that the lossless one does and then ignores its verdict, so that a block costs what it costs in earnest. A
@@ -119,7 +118,6 @@ class Replay:
 
     def __init__(self, rates: Sequence[float], schedule: Schedule) -> None:
         self._rates, self._schedule, self._position = tuple(rates), schedule, 0
-        self.origin = FROM_MODEL
         self.rule = TokenRule(accept=self._accept, residual=LOSSLESS_RULE.residual)
 
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
@@ -206,11 +204,10 @@ def measure(
             "--prompt-tokens and --max-new-tokens, or another --context"
         )
     with ExitStack() as opened:
-        engines = [
-            opened.enter_context(closing(TimedEngine(_load(pair, role, options, context, threads))))
+        target, draft = (
+            TimedEngine(opened.enter_context(closing(_load(pair, role, options, context, threads))))
             for role in ROLES
-        ]
-        target, draft = map(CachedEngine, engines)
+        )
         how = CalibrateOptions(options.seconds, (options.prompt_tokens + options.max_new_tokens // 2,))
         costs = calibrate(target, draft, how, min(options.max_draft_length + 1, LONGEST_PASS))
         if options.mode == EXACT and free_share(threads) >= BUSY:  # beside other programs it would be wrong
@@ -228,7 +225,7 @@ def measure(
         arms = [Arm(trace, length) for trace in filter(None, traces) for length in lengths]
         for temperature in temperatures:
             at = replace(options, temperature=temperature)
-            runs = _rounds(pair, target, draft, at, costs, arms, engines)
+            runs = _rounds(pair, target, draft, at, costs, arms)
             yield Section(
                 name=pair.name,
                 engine=pair.engine,
@@ -260,12 +257,11 @@ def _schedule(arm: Arm, costs: Costs, longest: int) -> AdaptiveSchedule | Fixed:
 
 def _rounds(
     pair: SyntheticPair,
-    target: CachedEngine,
-    draft: CachedEngine,
+    target: TimedEngine,
+    draft: TimedEngine,
     options: Options,
     costs: Costs,
     arms: Sequence[Arm],
-    timed: Sequence[TimedEngine],
 ) -> list[Run]:
     """Plain decoding and every arm, one after the other in an order of its own in every round.
 
@@ -281,7 +277,7 @@ def _rounds(
     schedules = {arm: _schedule(arm, costs, options.max_draft_length) for arm in arms}
 
     def once(arm: Arm | None, turn: int, tokens: int) -> Run:
-        counts, before = RawCounts(), sum(engine.seconds for engine in timed)
+        counts, before = RawCounts(), target.seconds + draft.seconds
         one = replace(how, max_new_tokens=tokens, seed=(options.seed or 0) + turn)
         if arm is None:
             blocks = decode(target, None, prompt, plain(one), (), counts)
@@ -290,7 +286,7 @@ def _rounds(
             blocks = decode(target, draft, prompt, one, (), counts, replay, replay.rule)
         for _ in blocks:
             pass
-        return Run(arm, turn, counts, sum(engine.seconds for engine in timed) - before)
+        return Run(arm, turn, counts, target.seconds + draft.seconds - before)
 
     every = [None, *arms]
     for arm in (None, arms[-1]):  # the first calls allocate, and read the prompt

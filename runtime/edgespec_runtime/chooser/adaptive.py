@@ -22,7 +22,7 @@ from edgespec.core.table import many
 from edgespec_runtime.chooser.current_costs import CurrentCosts
 from edgespec_runtime.chooser.expected_acceptance import AcceptanceRates
 from edgespec_runtime.chooser.pass_costs import Costs
-from edgespec_runtime.decoding.schedule import FROM_MODEL, ORIGINS, Outcome
+from edgespec_runtime.decoding.schedule import FROM_MODEL, ORIGINS, Outcome, Schedule
 
 # a length stays so long: choosing takes microseconds, and a few blocks change the estimates little
 BLOCKS_PER_CHOICE = 8
@@ -72,7 +72,7 @@ class _Origin:
     off: str = ""
 
 
-class AdaptiveSchedule:
+class AdaptiveSchedule(Schedule):
     """Schedule of a session: what it learns in one reply serves in the next.
 
     Args:
@@ -80,9 +80,6 @@ class AdaptiveSchedule:
         acceptance_rate: first guess, as the bundle's evaluation measured it; of copies too, until some were made.
         most: longest draft.
         mixes: the rule mixes p and q, so the drafter computes one step more in every block, also where γ = 0.
-
-    Attributes:
-        origin: who drafts the next block.
     """
 
     def __init__(self, costs: Costs, acceptance_rate: float, most: int = 8, *, mixes: bool = False) -> None:
@@ -93,17 +90,13 @@ class AdaptiveSchedule:
         self._chosen = 0  # γ of the last block
         self._since_plain = REFRESH  # blocks with a draft; a session begins with a plain step
         self._last_offered = self._of[FROM_MODEL]  # the model where there is one
-        self.origin = FROM_MODEL
 
     @property
     def off(self) -> str | None:
         """Why the model drafts nothing now, or nobody copies where there is no model; None where somebody does."""
+        why = self._last_offered.off
         copies = any(one.length for one in self._of.values() if one is not self._last_offered)
-        return (
-            (self._last_offered.off + "; copies from the text go on" * copies)
-            if self._last_offered.off
-            else None
-        )
+        return why + "; copies from the text go on" * copies if why else None
 
     @property
     def model(self) -> AcceptanceRates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 # Where a draft comes from. Copies cost nothing, and one after a long match is accepted more often than one after a short match.
 FROM_MODEL, SHORT_COPY, LONG_COPY = ORIGINS = range(3)
@@ -22,39 +22,36 @@ class Outcome(NamedTuple):
     origin: int = FROM_MODEL
 
 
-class Schedule(Protocol):
-    """Attributes:
-    origin: who drafts the next block, one of those last offered; means nothing where its draft length is 0.
+class Schedule:
+    """How a session drafts, block by block: this one makes plain steps only.
+
+    Attributes:
+        origin: who drafts the next block, one of those last offered; means nothing where its draft length is 0.
     """
 
-    origin: int
+    origin: int = FROM_MODEL
 
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         """γ of the next block, from 0 (a plain step) to `room`; sets `origin`.
 
         `context`: tokens so far; `origins`: who can draft now, copies first; nobody where it is empty.
         """
+        return 0
 
     def pass_length(self, count: int) -> int:
         """Tokens of a target pass that has `count` to verify: more where a longer pass is cheaper."""
+        return count
 
     def observe(self, outcome: Outcome) -> None:
         """Called after every block."""
 
 
-class Fixed:
+class Fixed(Schedule):
     """Always the same draft length; copied where something can be copied."""
 
     def __init__(self, draft_length: int) -> None:
         self._length = draft_length
-        self.origin = FROM_MODEL
 
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         self.origin = origins[0] if origins else FROM_MODEL
         return max(0, min(self._length, room)) if origins else 0
-
-    def pass_length(self, count: int) -> int:
-        return count
-
-    def observe(self, outcome: Outcome) -> None:
-        pass

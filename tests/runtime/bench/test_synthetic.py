@@ -13,7 +13,6 @@ from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.decoding.speed import TimedEngine
-from edgespec_runtime.engines.cached_engine import CachedEngine
 from loop_setup import V
 from synthetic_shape import SMALL_SHAPE
 from toy_engine import ToyEngine, random_model
@@ -32,13 +31,12 @@ def test_an_engine_without_synthetic_files_is_named(engine: str, precision: str)
 
 def toy_runs(seconds: float = 0.0, **how: Any) -> list[Run]:
     """Plain decoding and one arm, with toy engines."""
-    engines = [TimedEngine(ToyEngine(random_model(seed, V), V)) for seed in (1, 2)]
-    target, draft = map(CachedEngine, engines)
+    target, draft = (TimedEngine(ToyEngine(random_model(seed, V), V)) for seed in (1, 2))
     shapes = dict.fromkeys(("target", "drafter"), replace(SMALL_SHAPE, vocab_size=V))
     pair = SyntheticPair("toy", "onnxruntime", "fp32", shapes, {}, {})
     options = Options(max_new_tokens=4, prompt_tokens=4, seconds=seconds, **how)
     costs = Costs((8,), ((0.010, 0.012, 0.013),), (0.001,))
-    return synthetic._rounds(pair, target, draft, options, costs, [Arm((0.5,), 2)], engines)
+    return synthetic._rounds(pair, target, draft, options, costs, [Arm((0.5,), 2)])
 
 
 def test_the_bar_is_full_when_the_time_is_over(
