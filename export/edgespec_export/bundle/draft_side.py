@@ -121,4 +121,4 @@ def speed_of(
         models = open_models(target, drafter, parameters, subset, opened, longest=longest, fast=fast)
         costs = calibrate(*models, how, LONGEST)
     at = costs.at(costs.contexts[0])
-    return costs.draft(at.context), at.plain_rate, at.token_rate(alpha)
+    return at.draft, at.plain_rate, at.token_rate(alpha)

@@ -151,19 +151,22 @@ def _tuples(value: Any) -> Any:
 
 
 def costs_of(
-    pair: Pair, how: CalibrateOptions, note: Callable[[str], None], *, fresh: bool = False
+    pair: Pair, how: CalibrateOptions, note: Callable[[str], None], *, fresh: bool = False, begin: str = ""
 ) -> tuple[Costs, bool]:
     """(costs of a pair, whether they were kept from an earlier time). Measured, and then kept, where none are or `fresh` is set.
 
+    `begin`: told to `note` where none are kept, before they are measured.
     They are measured again where a plain step is now STALE times faster or slower; slower ones are then not kept, since that may
     pass, nor is what was measured beside other programs or threads. `note` is told. The caches are empty after.
     """
     kept, slower = None if fresh else load_costs(pair, note, at_least_seconds=how.seconds), 1.0
     if kept is not None:
-        slower = step_seconds(pair.target) / kept.verify(1, 1)
+        slower = step_seconds(pair.target) / kept.at(1).verify(1)
         if 1 / STALE < slower < STALE:
             return kept, True
         note(f"a plain step takes {slower:.2g} times what the kept costs say, so they are measured again")
+    elif begin:
+        note(begin)
     threads = min(pair.threads, default_threads())  # more than there are processors take time from each other
     share = free_share(threads)
     costs = calibrate(pair.target, pair.draft, how)
@@ -183,4 +186,4 @@ def step_seconds(target: CachedEngine) -> float:
 
     Raises InputError where the context has no room for two tokens.
     """
-    return calibrate(target, None, CalibrateOptions(PROBE_SECONDS, contexts=(1,)), longest=1).verify(1, 1)
+    return calibrate(target, None, CalibrateOptions(PROBE_SECONDS, contexts=(1,)), longest=1).at(1).verify(1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.calibrate import QUICK
 from edgespec_runtime.chooser.expected_acceptance import AcceptanceRates, acceptances_of, expected_rate
-from edgespec_runtime.chooser.kept_costs import costs_of, load_costs
+from edgespec_runtime.chooser.kept_costs import costs_of
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.options import NOBODY, DecodingOptions
 from edgespec_runtime.decoding.schedule import Fixed, Schedule
@@ -85,9 +85,6 @@ class Schedules:
 
     def _measured(self) -> Costs:
         if self._costs is None:
-            if load_costs(self._pair, lambda _: None, at_least_seconds=QUICK.seconds) is None:
-                self._note(
-                    f"(measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures thoroughly)"
-                )
-            self._costs, _ = costs_of(self._pair, QUICK, self._note)
+            begin = f"(measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures thoroughly)"
+            self._costs, _ = costs_of(self._pair, QUICK, self._note, begin=begin)
         return self._costs

@@ -90,14 +90,6 @@ class Costs:
         """The same at the measured context nearest to this one."""
         return self.at(min(self.contexts, key=lambda measured: abs(measured - context)))
 
-    def verify(self, n: int, context: int) -> float:
-        """Seconds of a target pass of n tokens at this context."""
-        return self.at(context).verify(n)
-
-    def draft(self, context: int) -> float:
-        """Seconds of one drafter step at this context."""
-        return self.at(context).draft
-
 
 class CostsAt(NamedTuple):
     """Costs at one context, and what follows from them.

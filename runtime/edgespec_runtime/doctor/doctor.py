@@ -137,7 +137,7 @@ def _prompts(pair: Pair) -> list[list[int]]:
 
 def _variant(pair: Pair, costs: Costs, prompts: Sequence[Sequence[int]], seconds: float) -> Variant:
     """Costs of a loaded pair with the block difference measured on as many tokens as the time allows."""
-    affordable = int(seconds / (PASSES * costs.verify(1, costs.contexts[0])))
+    affordable = int(seconds / (PASSES * costs.at(costs.contexts[0]).verify(1)))
     positions = min(max(affordable, POSITIONS[0]), POSITIONS[1])
     difference = block_difference(pair.target, prompts, positions)
     return Variant(pair.backend, pair.precision, pair.flash_attention, costs, difference, pair.fast_graph)
@@ -198,9 +198,9 @@ def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
         target, step = measured("target", threads, 4), None
         if pair.manifest.drafter.kind != HEAD:
             draft = measured("drafter", threads, 1)
-            step = draft.verify(1, draft.contexts[0])
+            step = draft.at(draft.contexts[0]).verify(1)
         context = target.contexts[0]
-        yield Threads(threads, target.verify(1, context), target.verify(4, context), step)
+        yield Threads(threads, target.at(context).verify(1), target.at(context).verify(4), step)
 
 
 def _streamed_bytes(pair: Pair, context: int) -> int:

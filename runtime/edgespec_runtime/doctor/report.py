@@ -89,13 +89,8 @@ class Findings:
 def cost_table(costs: Costs, *, markdown: bool = False) -> str:
     """Milliseconds of the single steps at every context."""
     rows = [
-        (
-            str(context),
-            f"{1e3 * costs.verify(1, context):.3g}",
-            f"{1e3 * costs.draft(context):.3g}",
-            f"{costs.at(context).c_t:.3f}",
-        )
-        for context in costs.contexts
+        (str(at.context), f"{1e3 * at.verify(1):.3g}", f"{1e3 * at.draft:.3g}", f"{at.c_t:.3f}")
+        for at in map(costs.at, costs.contexts)
     ]
     headers = ("context", "plain step ms", "drafter step ms", "c_t")
     return table(headers, rows, markdown=markdown)

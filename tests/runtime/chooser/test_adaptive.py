@@ -34,8 +34,8 @@ def step(
     length = schedule.draft_length(CONTEXT, ROOM)
     size = schedule.pass_length(length + 1)
     drafting, passing, kept = (
-        (length + mixes) * costs.draft(CONTEXT),
-        costs.verify(size, CONTEXT),
+        (length + mixes) * costs.at(CONTEXT).draft,
+        costs.at(CONTEXT).verify(size),
         accepted(length),
     )
     schedule.observe(Outcome(length, kept, kept + 1, size, drafting, drafting + passing))
@@ -57,7 +57,7 @@ def best_by_enumeration(costs: Costs, rate: float, most: int, mixes: bool) -> in
         chances = [rate**kept * (1 - rate) for kept in range(length)] + [rate**length]
         tokens = sum(chance * (kept + 1) for kept, chance in enumerate(chances))
         size = costs.at(CONTEXT).pass_length(length + 1)
-        found[length] = tokens / ((length + mixes) * costs.draft(CONTEXT) + costs.verify(size, CONTEXT))
+        found[length] = tokens / ((length + mixes) * costs.at(CONTEXT).draft + costs.at(CONTEXT).verify(size))
     return max(found, key=lambda length: found[length])
 
 
@@ -153,8 +153,8 @@ def copying(
     origin, size = schedule.origin, schedule.pass_length(length + 1)
     passed = draws.random(length) < rates.get(origin, 0.0)
     kept = length if passed.all() else int(passed.argmin())
-    drafting = length * costs.draft(CONTEXT) * (origin == FROM_MODEL)
-    passing = costs.verify(size, CONTEXT)
+    drafting = length * costs.at(CONTEXT).draft * (origin == FROM_MODEL)
+    passing = costs.at(CONTEXT).verify(size)
     outcome = Outcome(length, kept, kept + 1, size, drafting, drafting + passing)
     schedule.observe(outcome._replace(origin=origin))
     return origin, length
@@ -260,7 +260,7 @@ def test_the_guard_ends_drafting_where_the_estimates_do_not() -> None:
         length = schedule.draft_length(CONTEXT, ROOM)
         lengths.append(length)
         size = schedule.pass_length(length + 1)
-        usual = costs.verify(size, CONTEXT)
+        usual = costs.at(CONTEXT).verify(size)
         lost += 19.0 * usual if length else 0.0
         choosing = 19.0 * usual if length else 0.0
         schedule.observe(Outcome(length, length, length + 1, size, 0.0, usual, choosing))
@@ -281,7 +281,7 @@ def test_drafts_are_back_when_a_busy_machine_is_quiet_again(shape: str) -> None:
         drafted.append(length > 0)
         size, kept = schedule.pass_length(length + 1), int((draws.random(length) < 0.6).cumprod().sum())
         slow = (2.5 if length else 1.5) if 600 <= block < 1000 else 1.0
-        drafting, passing = slow * length * costs.draft(CONTEXT), slow * costs.verify(size, CONTEXT)
+        drafting, passing = slow * length * costs.at(CONTEXT).draft, slow * costs.at(CONTEXT).verify(size)
         schedule.observe(Outcome(length, kept, kept + 1, size, drafting, drafting + passing))
     assert np.mean(drafted[1200:]) > 0.95
 

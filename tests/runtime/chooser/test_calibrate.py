@@ -71,8 +71,8 @@ def test_measured_costs_are_the_engines_own() -> None:
     assert costs.longest == 16
     for context in costs.contexts:
         for n in range(1, 17):
-            assert costs.verify(n, context) == pytest.approx(saw_seconds(n, context))
-        assert costs.draft(context) == pytest.approx(step_seconds(1, context))
+            assert costs.at(context).verify(n) == pytest.approx(saw_seconds(n, context))
+        assert costs.at(context).draft == pytest.approx(step_seconds(1, context))
     assert 18.0 < ClockEngine.clock < 20.5
     assert target.tokens == draft.tokens == target.engine.seen == draft.engine.seen == []  # type: ignore[attr-defined]
 
@@ -105,7 +105,7 @@ def test_the_first_passes_after_another_size_do_not_count(
     assert costs.verify_seconds[0] == pytest.approx(
         [scale * saw_seconds(n, 64) for n in range(1, longest + 1)]
     )
-    assert costs.draft(64) == pytest.approx(step_seconds(1, 64))
+    assert costs.at(64).draft == pytest.approx(step_seconds(1, 64))
 
 
 @pytest.mark.usefixtures("clock")
@@ -119,7 +119,7 @@ def test_a_slow_target_gets_shorter_contexts_and_passes() -> None:
         ClockEngine.clock < 5.0
     )  # a first pass, two turns of 1 to 4 tokens with two passes each, and four to read
     assert costs.verify_seconds[0] == pytest.approx((0.1, 0.2, 0.3, 0.4))
-    assert costs.draft(4) == pytest.approx(0.001)
+    assert costs.at(4).draft == pytest.approx(0.001)
 
 
 @pytest.mark.usefixtures("clock")
@@ -147,7 +147,7 @@ def test_contexts_stay_inside_the_smaller_model(
     target, draft = ClockEngine(saw_seconds), ClockEngine(step_seconds, context_length=context)
     costs = calibrate(CachedEngine(target), CachedEngine(draft), CalibrateOptions(5.0))
     assert (costs.longest, costs.contexts) == (longest, contexts)
-    assert costs.draft(1) == pytest.approx(step_seconds(1, 1))
+    assert costs.at(1).draft == pytest.approx(step_seconds(1, 1))
 
 
 def test_a_context_of_one_is_refused() -> None:

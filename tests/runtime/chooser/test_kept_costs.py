@@ -42,7 +42,7 @@ def test_a_real_pair_is_measured_once_and_kept(pair: Pair, bundle: Path, notes: 
     assert not kept
     assert costs.contexts == (16, 64)
     assert costs.longest == 16
-    assert costs.draft(16) > 0
+    assert costs.at(16).draft > 0
     assert [(model.tokens, model.engine.n_past) for model in pair.models] == [([], 0)] * 2
     assert step_seconds(pair.target) > 0
     assert pair.target.tokens == []
@@ -54,7 +54,7 @@ def test_a_real_pair_is_measured_once_and_kept(pair: Pair, bundle: Path, notes: 
     with closing(open_pair(bundle, LoadOptions(threads=1), with_draft=False)) as alone:
         assert load_costs(alone, notes.append) is None  # what a drafter costs is of no use without one
         assert set(subject_of(alone).files) < set(subject_of(pair).files)
-        assert calibrate(alone.target, alone.draft, how).draft(16) == 0.0
+        assert calibrate(alone.target, alone.draft, how).at(16).draft == 0.0
     assert notes == []
 
 
@@ -65,7 +65,7 @@ def test_kept_costs_that_no_longer_hold_are_measured_again(
 ) -> None:
     """What is slower than it was may be busy, so that is not kept; what is faster was busy then."""
     store_costs(subject_of(pair), TABLE, seconds=1.0)
-    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
+    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.at(1).verify(1))
     costs, kept = costs_of(pair, BRIEFLY, notes.append)
     assert load_costs(pair, notes.append) == (costs if replaced else TABLE)
     assert not kept
@@ -81,7 +81,7 @@ def test_kept_costs_that_nearly_hold_are_taken(
     pair: Pair, notes: list[str], monkeypatch: pytest.MonkeyPatch, slower: float
 ) -> None:
     store_costs(subject_of(pair), TABLE, seconds=1.0)
-    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
+    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.at(1).verify(1))
     assert costs_of(pair, BRIEFLY, notes.append) == (TABLE, True)
     assert notes == []
 

@@ -127,7 +127,7 @@ def test_kept_costs_of_a_busy_machine_are_measured_again(
     assert now is not None
     assert (now == old) == kept
     if not kept:
-        assert 1e-6 < now.verify(1, 1) < 1.0
+        assert 1e-6 < now.at(1).verify(1) < 1.0
 
 
 def test_the_first_guess_is_the_evaluated_rate_nearest_in_temperature() -> None:

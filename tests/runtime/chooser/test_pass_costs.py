@@ -20,11 +20,11 @@ def made_up(v: Sequence[float], c_t: float, step: float = 0.1) -> Costs:
 
 def test_costs_are_linear_between_contexts_and_constant_outside() -> None:
     costs = Costs((100, 300), ((1.0, 2.0), (3.0, 5.0)), (0.1, 0.5))
-    assert [costs.verify(2, at) for at in (1, 100, 150, 200, 300, 900)] == [2.0, 2.0, 2.75, 3.5, 5.0, 5.0]
-    assert costs.draft(200) == pytest.approx(0.3)
+    assert [costs.at(at).verify(2) for at in (1, 100, 150, 200, 300, 900)] == [2.0, 2.0, 2.75, 3.5, 5.0, 5.0]
+    assert costs.at(200).draft == pytest.approx(0.3)
     assert costs.at(200).v(2) == pytest.approx(3.5 / 2.0)
     assert costs.at(200).c_t == pytest.approx(0.15)
-    assert costs.verify(4, 100) == pytest.approx(4.0)  # past the longest: as much for each token as below
+    assert costs.at(100).verify(4) == pytest.approx(4.0)  # past the longest: as much for each token as below
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def resting(costs: Costs, rate: float, blocks: int = 3) -> AdaptiveSchedule:
     for _ in range(blocks):
         length = schedule.draft_length(CONTEXT, 1000)
         size = schedule.pass_length(length + 1)
-        drafting, passing = length * costs.draft(CONTEXT), costs.verify(size, CONTEXT)
+        drafting, passing = length * costs.at(CONTEXT).draft, costs.at(CONTEXT).verify(size)
         schedule.observe(Outcome(length, 0, 1, size, drafting, drafting + passing))
     return schedule
 

@@ -138,7 +138,7 @@ class AtKeptCosts:
 
     def observe(self, outcome: Outcome) -> None:
         drafting = outcome.drafted * CHEAP_DRAFTS.draft(32)
-        seconds = drafting + CHEAP_DRAFTS.verify(outcome.size, 32)
+        seconds = drafting + CHEAP_DRAFTS.at(32).verify(outcome.size)
         self._schedule.observe(outcome._replace(draft_seconds=drafting, seconds=seconds))
 
 
@@ -148,7 +148,7 @@ def test_a_draft_length_chosen_block_by_block(
     """By kept costs at which drafts pay; what the schedule learns in one reply decides in the next."""
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     store_costs(subject_of(pair), CHEAP_DRAFTS, seconds=100.0)
-    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: CHEAP_DRAFTS.verify(1, 1))
+    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: CHEAP_DRAFTS.at(1).verify(1))
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(temperature=COLD))
     heard = Heard(pair, prompt, AtKeptCosts(schedule))

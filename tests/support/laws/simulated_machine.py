@@ -51,11 +51,11 @@ class Machine:
             late = missed * self.catch_up if drafted else 0.0
             turn = (63 * seed + seconds / STEP) % (2 * self.turns) < self.turns if self.turns else False
             slowness = self.slowness * (SLOW if turn else 1.0)
-            drafting = (drafted * self.costs.draft(context) + late) * slowness
+            drafting = (drafted * self.costs.at(context).draft + late) * slowness
             missed = 0 if drafted else missed + 1
-            verifying = self.costs.verify(size, context) * slowness
+            verifying = self.costs.at(context).verify(size) * slowness
             hiccup = verifying if self.hiccups and accepts[block, -1] > 1 - self.hiccups else 0.0
-            whole = drafting + verifying + self.costs.verify(1, context) / 200  # the loop's work
+            whole = drafting + verifying + self.costs.at(context).verify(1) / 200  # the loop's work
             wait = whole + hiccup
             schedule.observe(Outcome(drafted, accepted, accepted + 1, size, drafting, wait))
             emitted, seconds, block = emitted + accepted + 1, seconds + whole, block + 1
