@@ -43,7 +43,7 @@ class Position:
     def __init__(
         self, p_logits: NDArray[np.float32], q_logits: NDArray[np.float32] | None, q: Categorical, how: Warp
     ) -> None:
-        self.p_logits, self._q_logits, self._how, self.q = p_logits, q_logits, how, q
+        self.p_logits, self._q_logits, self.how, self.q = p_logits, q_logits, how, q
         self._p: Categorical | None = None
 
     @property
@@ -51,14 +51,10 @@ class Position:
         assert self._q_logits is not None  # the drafter kept them, since the rule is `raw`
         return self._q_logits
 
-    @property
-    def greedy(self) -> bool:
-        return self._how.temperature == 0.0
-
     @property  # not cached_property: p is asked for at every draft token, and Python 3.11's takes a lock
     def p(self) -> Categorical:
         if self._p is None:
-            self._p = warp(self.p_logits, self._how)
+            self._p = warp(self.p_logits, self.how)
         return self._p
 
     @cached_property

@@ -43,7 +43,7 @@ def total_variation(p: Categorical, q: Categorical) -> float:
 def discrepancy(position: Position) -> float:
     """D(q, p) of BiLD on raw distributions: −log p(argmax q) when greedy, else −Σ q log p (appendix F.1; F.5 prints no minus)."""
     log_p = log_total(position.p_logits)
-    if position.greedy:
+    if position.how.temperature == 0.0:
         return log_p - float(position.p_logits[position.q_logits.argmax()])
     return float((position.raw_q * (log_p - position.p_logits)).sum(dtype=np.float64))
 

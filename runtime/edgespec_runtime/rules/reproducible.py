@@ -48,9 +48,10 @@ class PositionNoise:
         if distribution.certain:
             return distribution.sample(self)
         place, weights = position + self._shift, distribution.weights
-        totals = (
-            _sums(weights) if distribution.ids is None else np.bincount(distribution.ids // _GROUP, weights)
-        )
+        if distribution.ids is None:  # the sums of groups of neighbours, float64 [⌈V / _GROUP⌉]
+            totals = np.add.reduceat(weights, np.arange(0, len(weights), _GROUP), dtype=np.float64)
+        else:
+            totals = np.bincount(distribution.ids // _GROUP, weights)
         group = int((totals / self._noise(place, 0, len(totals))).argmax())
         noise = self._noise(place, 1 + group, _GROUP)
         first = group * _GROUP
@@ -68,11 +69,6 @@ class PositionNoise:
         noise: NDArray[np.float64] = np.random.Generator(bits).standard_exponential(count)
         noise += np.finfo(np.float64).tiny
         return noise
-
-
-def _sums(weights: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Of groups of neighbours, float64 [⌈V / _GROUP⌉]."""
-    return np.add.reduceat(weights, np.arange(0, len(weights), _GROUP), dtype=np.float64)
 
 
 class ReproducibleRule(Rule):

@@ -229,19 +229,25 @@ RULES: dict[str, Kind] = {
 
 def rule_of(text: str) -> Rule | LoopRule:
     """The rule of `name` or `name:key=value,...`. Raises InputError: unknown name or key, value out of range."""
+    name, values = words_of(text)
+    kind = RULES[name]
+    return kind.make(from_mapping(kind.parameters, values, f"rule {name}"))
+
+
+def words_of(text: str) -> tuple[str, dict[str, str]]:
+    """(name, its parameters as they are written) of a rule's text. Raises InputError: unknown name, a word that is no pair."""
     name, _, rest = text.partition(":")
     if name not in RULES:
         raise InputError(f"unknown acceptance rule {name!r}{did_you_mean(name, RULES)}")
-    kind = RULES[name]
     values: dict[str, str] = {}
     for word in filter(None, rest.split(",")):
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals:
-            known = ", ".join(field.name for field in dataclasses.fields(kind.parameters)) or "none"
+            known = ", ".join(field.name for field in dataclasses.fields(RULES[name].parameters)) or "none"
             raise InputError(
                 f"rule {text!r}: {word!r} is no parameter; write name=value ({name} has: {known})"
             )
         if key in values:
             raise InputError(f"rule {text!r}: {key!r} is given twice; leave one out")
         values[key] = value
-    return kind.make(from_mapping(kind.parameters, values, f"rule {name}"))
+    return name, values

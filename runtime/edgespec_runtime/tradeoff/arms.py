@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec_runtime.rules.table import RULES, SEQUENCE_CASCADE, TOKEN_CASCADE, rule_of
+from edgespec_runtime.rules.table import RULES, SEQUENCE_CASCADE, TOKEN_CASCADE, rule_of, words_of
 
 SWEPT = "a"
 PARAMETERS = (SWEPT, "epsilon")  # what the points of a curve differ in
@@ -66,32 +65,21 @@ def arms_of(rules: Sequence[str], alphas: Sequence[float]) -> list[Arm]:
 
 def _points(rule: str, alphas: Sequence[float]) -> Iterator[Arm]:
     rule_of(rule)
-    name, _, rest = rule.partition(":")
-    given: dict[str, str] = {}
-    for word in filter(None, rest.replace(" ", "").split(",")):
-        key, _, given[key] = word.partition("=")
+    name, given = words_of(rule)
     defaults = {field.name: field.default for field in fields(RULES[name].parameters)}
     parameter = next((known for known in PARAMETERS if known in defaults), "")
     others = ",".join(f"{key}={value}" for key, value in given.items() if key != parameter)
     curve = f"{name}:{others}" if others else name
     if not parameter:
         yield Arm(rule, curve)
-    elif parameter != SWEPT or SWEPT in given:
-        chosen: Any = given[parameter] if parameter in given else defaults[parameter]
-        value = float(chosen)
-        yield Arm(_at(curve, parameter, value), curve, parameter, value)
-    else:
-        for value in alphas:
-            point = _at(curve, parameter, value)
-            try:
-                rule_of(point)
-            except InputError as error:
-                raise InputError(
-                    f"{error} (a of --alphas, for {name}); leave {value:g} out, or give {name} values of its own: "
-                    f"{name}:a=0.5"
-                ) from error
-            yield Arm(point, curve, parameter, value)
-
-
-def _at(curve: str, parameter: str, value: float) -> str:
-    return f"{curve}{',' if ':' in curve else ':'}{parameter}={value!r}"
+        return
+    swept = parameter == SWEPT and SWEPT not in given
+    for value in alphas if swept else [float(given.get(parameter, defaults[parameter]))]:
+        point = f"{curve}{',' if others else ':'}{parameter}={value!r}"
+        try:
+            rule_of(point)
+        except InputError as error:
+            raise InputError(
+                f"{error} (a of --alphas, for {name}); leave {value:g} out, or give {name} values of its own: {name}:a=0.5"
+            ) from error
+        yield Arm(point, curve, parameter, value)

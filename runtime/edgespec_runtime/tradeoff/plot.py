@@ -35,12 +35,8 @@ def plot_tradeoff(file: Path, study: Study, summaries: Sequence[Summary]) -> Non
         row[1].sharey(row[0])
     panels[-1][0].set_xlabel("seconds per token / AR-large's")
     panels[-1][1].set_xlabel("rejected / tested draft tokens")
-    handles = {
-        label: handle
-        for axes in panels[0]
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=9)
+    names = panels[0][0].get_legend_handles_labels()  # every arm has a latency
+    figure.legend(*names, loc="outside right upper", frameon=False, fontsize=9)
     save(figure, file)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from operator import sub
 from typing import Any
 
 from edgespec.core.errors import InputError
@@ -72,56 +73,49 @@ class Summary:
     reply_tokens: float
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """All repeats of one prompt by one arm: summed counts, mean scores.
-
-    `seconds`: of decoding, all tokens at the median pace of the repeats, so that a hiccup of the machine in one of them is no
-    property of the rule.
-    """
-
-    counts: RawCounts
-    repeats: int
-    seconds: float
-    scores: dict[str, float]
-
-
 def summarise(study: Study) -> list[Summary]:
     """A summary of every arm, in the order of the study. Every arm must have answered every prompt."""
     found: dict[str, dict[int, list[Trial]]] = {arm.name: {} for arm in study.arms}
     for trial in study.trials:
         found[trial.arm].setdefault(trial.run.prompt, []).append(trial)
-    prompts = sorted(found[LARGE.name])
-    cells = {
-        name: [_cell(answers[prompt], study.metrics) for prompt in prompts] for name, answers in found.items()
-    }
-    large = cells[LARGE.name]
-    return [_summary(arm, cells[arm.name], large, study.metrics) for arm in study.arms]
+    answers = {name: [own[prompt] for prompt in sorted(own)] for name, own in found.items()}
+    return [_summary(arm, answers[arm.name], answers[LARGE.name], study.metrics) for arm in study.arms]
 
 
-def _cell(trials: Sequence[Trial], metrics: Sequence[str]) -> _Cell:
-    counts = summed(trial.run.counts for trial in trials)
-    scores = {name: _mean([trial.scores[name] for trial in trials]) for name in metrics}
-    pace = median([trial.run.counts.total_seconds / trial.run.counts.emitted for trial in trials])
-    return _Cell(counts, len(trials), pace * counts.emitted, scores)
+Answers = Sequence[Sequence[Trial]]
+"""One arm's trials: of each prompt its repeats."""
 
 
-def _summary(arm: Arm, cells: Sequence[_Cell], large: Sequence[_Cell], metrics: Sequence[str]) -> Summary:
-    total = summed(cell.counts for cell in cells)
-    pairs = list(zip(cells, large, strict=True))
-    times = [(mine.seconds, mine.counts.emitted, its.seconds, its.counts.emitted) for mine, its in pairs]
+def _summary(arm: Arm, own: Answers, large: Answers, metrics: Sequence[str]) -> Summary:
+    counts, plain = [_counts(trials) for trials in own], [_counts(trials) for trials in large]
+    total = summed(counts)
+    times = [
+        (mine.total_seconds, mine.emitted, its.total_seconds, its.emitted)
+        for mine, its in zip(counts, plain, strict=True)
+    ]
+    scores, wanted = ({name: _scores(answers, name) for name in metrics} for answers in (own, large))
     return Summary(
         arm=arm,
-        quality={name: bootstrap([cell.scores[name] for cell in cells], _mean) for name in metrics},
-        behind={
-            name: bootstrap([mine.scores[name] - its.scores[name] for mine, its in pairs], _mean)
-            for name in metrics
-        },
+        quality={name: bootstrap(scores[name], _mean) for name in metrics},
+        behind={name: bootstrap(list(map(sub, scores[name], wanted[name])), _mean) for name in metrics},
         latency=bootstrap(times, _relative_latency),
         passes=0.0 if arm == SMALL else total.blocks / total.emitted,
         rejection_rate=1 - total.acceptance_rate if arm.tests_drafts and sum(total.tested) > 0 else None,
-        reply_tokens=total.emitted / sum(cell.repeats for cell in cells),
+        reply_tokens=total.emitted / sum(map(len, own)),
     )
+
+
+def _counts(trials: Sequence[Trial]) -> RawCounts:
+    """The counts of a prompt's repeats together. Its seconds are those of all tokens at the median pace of the repeats, so that a
+    hiccup of the machine in one of them is no property of the rule."""
+    counts = summed(trial.run.counts for trial in trials)
+    pace = median([trial.run.counts.total_seconds / trial.run.counts.emitted for trial in trials])
+    return replace(counts, total_seconds=pace * counts.emitted)
+
+
+def _scores(answers: Answers, metric: str) -> list[float]:
+    """The mean score of each prompt."""
+    return [_mean([trial.scores[metric] for trial in trials]) for trials in answers]
 
 
 def _relative_latency(items: Sequence[tuple[float, int, float, int]]) -> float:

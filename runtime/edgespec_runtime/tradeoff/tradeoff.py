@@ -7,7 +7,7 @@ of its parameter a, one after the other in an order of its own. A larger a leave
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -130,11 +130,11 @@ def prompts_of(path: Path, metrics: Sequence[str], most: int) -> list[Prompt]:
 
 
 class Answers:
-    """Runs prompts through all arms and scores the replies."""
+    """Answers prompts and scores the replies."""
 
-    def __init__(self, pair: Pair, arms: Sequence[Arm], options: Options) -> None:
+    def __init__(self, pair: Pair, options: Options) -> None:
         assert pair.draft is not None  # the bundle was opened with it
-        self._pair, self._arms, self._options = pair, list(arms), options
+        self._pair, self._options = pair, options
         self._alone = replace(pair, target=pair.draft, draft=None)
         self._limit = min(model.engine.context_length for model in pair.models)
 
@@ -152,14 +152,8 @@ class Answers:
                 )
         return encoded
 
-    def runs(self, ids: Sequence[int], index: int) -> Iterator[tuple[Arm, Run]]:
-        """Answer one prompt by every arm, as often as asked; every run from empty caches."""
-        for repeat in range(self._options.repeats):
-            for arm in shuffled(self._arms, index * self._options.repeats + repeat):
-                yield arm, self.run(arm, ids, Place(index, repeat))
-
     def run(self, arm: Arm, ids: Sequence[int], place: Place) -> Run:
-        """Answer one prompt once.
+        """Answer one prompt once, from empty caches.
 
         Every place has a seed of its own: with one seed for all, every first token is drawn with the same random number, prompts
         are no independent samples, and an interval over them is too narrow. Arms share the seeds.
@@ -178,16 +172,10 @@ class Answers:
             return measure(self._alone if arm == SMALL else self._pair, ids, plain(how), PLAIN, place)
         return measure(self._pair, ids, how, options.draft_length, place)
 
-    def scored(self, prompt: Prompt, ids: Sequence[int], runs: Sequence[tuple[Arm, Run]]) -> list[Trial]:
-        """Score the runs of one prompt; a reply that came out more than once is scored once."""
-        own = next(run.reply for arm, run in runs if arm == LARGE)
-        replies = dict.fromkeys(run.reply for _, run in runs)
-        known = {reply: self._scores(prompt, ids, reply, own) for reply in replies}
-        return [Trial(arm.name, run, known[run.reply]) for arm, run in runs]
-
-    def _scores(
+    def scores(
         self, prompt: Prompt, ids: Sequence[int], reply: tuple[int, ...], own: tuple[int, ...]
     ) -> dict[str, float]:
+        """Of a reply, by metric; `own`: AR-large's reply to the same prompt."""
         scores = {}
         for metric in self._options.metric:
             if metric != AGREEMENT:
@@ -221,11 +209,15 @@ def trials_of(
     with progress("tradeoff", len(prompts) * size, "runs") as bar:
         start = perf_counter()
         for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-            runs = []
-            for run in answers.runs(ids, index):
-                runs.append(run)
-                bar.update(1)
-            trials += answers.scored(prompt, ids, runs)
+            runs: list[tuple[Arm, Run]] = []
+            for repeat in range(options.repeats):
+                for arm in shuffled(arms, index * options.repeats + repeat):
+                    runs.append((arm, answers.run(arm, ids, Place(index, repeat))))
+                    bar.update(1)
+            own = next(run.reply for arm, run in runs if arm == LARGE)
+            replies = dict.fromkeys(run.reply for _, run in runs)  # one that came out twice is scored once
+            scores = {reply: answers.scores(prompt, ids, reply, own) for reply in replies}
+            trials += [Trial(arm.name, run, scores[run.reply]) for arm, run in runs]
             done = index + 1
             affordable = int(options.seconds / ((perf_counter() - start) / done))
             planned = min(len(prompts), max(LEAST_PROMPTS, affordable, done))
@@ -256,7 +248,7 @@ def study_of(given: dict[str, Any], options: Options) -> Study:
             )
         prompts = prompts or [Prompt(chat) for chat in pair.prompts()[: options.max_prompts]]
         share = free_share(pair.threads)
-        trials = trials_of(Answers(pair, arms, options), prompts, arms, options)
+        trials = trials_of(Answers(pair, options), prompts, arms, options)
         share = min(share, free_share(pair.threads))
         about = {
             "title": options.title or Path(options.prompts or "prompts").stem,
@@ -298,19 +290,20 @@ def run(given: dict[str, Any]) -> int:
 
 def _write(options: Options, found: Sequence[tuple[Study, list[Summary]]]) -> None:
     """Pictures, and the page that links them."""
-    pictures = [""] * len(found)
+    pages = []
     names = [Path(name).stem for name in options.render or ()]
     if len(set(names)) < len(names):  # files of several folders
         names = [f"{number}-{name}" for number, name in enumerate(names, 1)]
-    if options.plot:
-        for place, (study, summaries) in enumerate(found):
+    for place, (study, summaries) in enumerate(found):
+        link = ""
+        if options.plot:
             picture = Path(options.plot)
             if len(names) > 1:
                 picture = picture.with_name(f"{picture.stem}-{names[place]}{picture.suffix}")
             plot_tradeoff(picture, study, summaries)
-            pictures[place] = os.path.relpath(picture, Path(options.markdown).parent)
+            link = os.path.relpath(picture, Path(options.markdown).parent)
             note(f"wrote {picture}")
+        pages.append((study, summaries, link))
     if options.markdown:
-        page = document([(*one, picture) for one, picture in zip(found, pictures, strict=True)])
-        write_text(Path(options.markdown), page)
+        write_text(Path(options.markdown), document(pages))
         note(f"wrote {options.markdown}")

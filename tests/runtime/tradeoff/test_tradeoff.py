@@ -254,7 +254,7 @@ def test_bad_flags(
 def test_a_prompt_too_long_for_the_pair(bundle: Path, pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tradeoff", str(bundle), *SHORT, "--context", "16"]) == 2
     assert "load the bundle with a longer --context" in capsys.readouterr().err
-    answers = Answers(pair, [LARGE], Options(bundle=""))
+    answers = Answers(pair, Options(bundle=""))
     long = Prompt([{"role": "user", "content": "word " * pair.target.engine.context_length}], "")
     with pytest.raises(InputError, match=r"leave it out$"):  # the models have no longer context
         answers.encode([long])
@@ -277,7 +277,7 @@ def test_no_model_writes_more_than_the_shorter_context_holds(bundle: Path) -> No
     pair.draft.engine.close()
     with closing(replace(pair, draft=CachedEngine(roomy))) as pair:
         ids = pair.tokenizer.encode_chat(pair.prompts()[0])
-        answers = Answers(pair, [LARGE, SMALL], Options(bundle="", max_new_tokens=100, temperature=1.0))
+        answers = Answers(pair, Options(bundle="", max_new_tokens=100, temperature=1.0))
         for arm in (LARGE, SMALL):
             assert 1 <= len(answers.run(arm, ids, Place(0, 0)).reply) <= 64 - len(ids)
         with pytest.raises(
