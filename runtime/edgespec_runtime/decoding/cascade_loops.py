@@ -28,17 +28,7 @@ from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.rules.acceptance import Draft, TokenRule
 from edgespec_runtime.rules.cascades import discrepancy, log_total
 from edgespec_runtime.rules.sampling import Categorical, warp
-from edgespec_runtime.rules.table import (
-    BILD,
-    MEAN,
-    PRODUCT,
-    SEQUENCE_CASCADE,
-    TOKEN_CASCADE,
-    Bild,
-    LoopRule,
-    SequenceCascade,
-    Share,
-)
+from edgespec_runtime.rules.table import MEAN, PRODUCT, Bild, LoopRule, SequenceCascade, TokenCascade
 
 LONGEST_RUN = 10  # draft tokens in a row of a token cascade, as in the paper's appendix F.1
 
@@ -98,7 +88,7 @@ class CascadeState(ReplyState):
         return Block(tuple(new), accepted, self.finish)
 
 
-def _token_cascade(reply: CascadeState, rule: Share) -> Iterator[Block]:
+def _token_cascade(reply: CascadeState, rule: TokenCascade) -> Iterator[Block]:
     """Token by token: the drafter's where max q >= 1 − a, at most `LONGEST_RUN` in a row, else the target's (Algorithm 2)."""
     reply.prefill()
     reply.prefill_drafter()
@@ -172,17 +162,17 @@ def _bild(reply: CascadeState, rule: Bild) -> Iterator[Block]:
         yield reply.block(len(draft.tokens), accepted)
 
 
-_LOOPS: dict[str, Callable[[CascadeState, Any], Iterator[Block]]] = {
-    TOKEN_CASCADE: _token_cascade,
-    SEQUENCE_CASCADE: _sequence_cascade,
-    BILD: _bild,
+_LOOPS: dict[type[LoopRule], Callable[[CascadeState, Any], Iterator[Block]]] = {
+    TokenCascade: _token_cascade,
+    SequenceCascade: _sequence_cascade,
+    Bild: _bild,
 }
 
 
 def decode_by(rule: LoopRule, reply: CascadeState) -> Generator[Block, None, None]:
     """Write a reply by a rule with a loop of its own; blocks as in `loop.decode`."""
     try:
-        yield from _LOOPS[rule.name](reply, rule.parameters)
+        yield from _LOOPS[type(rule)](reply, rule)
     finally:
         reply.take_back()
         reply.settle()

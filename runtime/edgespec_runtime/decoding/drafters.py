@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,26 +46,6 @@ class Guess(NamedTuple):
     logits: NDArray[np.float32] | None = None
     copied: int = -1
     unsure: bool = False
-
-
-class Drafter(Protocol):
-    def restart(self, ids: Sequence[int]) -> None:
-        """A new text begins with `ids`. Computes nothing."""
-
-    def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
-        """Read all of a new prompt but its last token; yields the size of each pass, so a caller may stop in between."""
-
-    def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Who can draft behind `ids` (schedule.ORIGINS), copies first. Computes nothing."""
-
-    def begin(self, ids: Sequence[int], origin: int) -> int:
-        """A block begins behind `ids`, of one of their origins; at how many positions from there it can be asked (0: at none)."""
-
-    def guess(self, ids: Sequence[int]) -> Guess | None:
-        """What may follow `ids`; None where it has nothing to say. Asked in order: `ids` grows by one token at a time."""
-
-    def settle(self, length: int) -> None:
-        """Forget whatever follows the first `length` tokens."""
 
 
 def propose(
@@ -128,9 +108,7 @@ def drafter_of(options: ReplyOptions, model: CachedEngine | None) -> Drafter | N
     )
     if options.who == MODEL:
         return drafter
-    return HybridDrafter(
-        LookupDrafter(options.lookup_ngram), drafter, by_text=options.rule_name not in HYBRID_RULES
-    )
+    return LookupDrafter(options.lookup_ngram, drafter, by_text=options.rule_name not in HYBRID_RULES)
 
 
 def window_of(model: CachedEngine, options: ReplyOptions) -> Window | None:
@@ -155,34 +133,44 @@ class ModelDrafter:
         self._dropped = 0  # tokens of the text, behind the window's first ones, that the cache leaves out
 
     def restart(self, ids: Sequence[int]) -> None:
+        """A new text begins with `ids`. Computes nothing."""
         if not self.origins(ids):  # else the cache goes on from what both texts have in common
             self._model.rewind(0)
 
-    def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
-        silent = self._window is None and len(ids) > self._capacity
-        return () if silent else (FROM_MODEL,)
-
     def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
+        """Read all of a new prompt but its last token; yields the size of each pass, so a caller may stop in between."""
         self._dropped = 0
         if len(prompt) > self._capacity and self._window is not None:
             self._dropped = self._window.surplus(len(prompt))
         shown = self._shown(prompt[:-1])
         yield from self._model.prefill_steps(shown if len(shown) < self._capacity else ())
 
+    def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Who can draft behind `ids` (schedule.ORIGINS), copies first. Computes nothing."""
+        silent = self._window is None and len(ids) > self._capacity
+        return () if silent else (FROM_MODEL,)
+
     def begin(self, ids: Sequence[int], origin: int = FROM_MODEL) -> int:
-        """A full context shifts here, and only here: within a block it could shift at a token that is then rejected."""
+        """A block begins behind `ids`, of one of their origins; at how many positions from there it can be asked (0: at none).
+
+        A full context shifts here, and only here: within a block it could shift at a token that is then rejected.
+        """
         if len(ids) - self._dropped > self._capacity and self._window is not None:
             self._dropped = self._window.surplus(len(ids))
             self._model.prefill(self._shown(ids[:-1]))
         shown = len(ids) - self._dropped
         return max(0, self._model.reach(shown) - shown + 1)
 
-    def guess(self, ids: Sequence[int]) -> Guess:
-        """Reads first what it has not seen (two tokens after a block that was accepted whole)."""
+    def guess(self, ids: Sequence[int]) -> Guess | None:
+        """What may follow `ids`; None where it has nothing to say. Asked in order: `ids` grows by one token at a time.
+
+        Reads first what it has not seen (two tokens after a block that was accepted whole).
+        """
         logits = self._model.read(ids[len(self._model.tokens) + self._dropped :])
         return Guess(logits, unsure=self._p_min > 0.0 and highest_probability(logits) < self._p_min)
 
     def settle(self, length: int) -> None:
+        """Forget whatever follows the first `length` tokens."""
         self._model.rewind(max(0, length - self._dropped))
 
     def _shown(self, ids: Sequence[int]) -> Sequence[int]:
@@ -208,78 +196,58 @@ class FeatureDrafter(ModelDrafter):
 
 
 class LookupDrafter:
-    """Prompt lookup: copies instead of computing.
+    """Prompt lookup: copies instead of computing; with a model beside it, which reads first what was copied meanwhile.
 
-    A proposed token is certain in the drafter's eyes, q = 1 there, so the lossless rule accepts it with probability p and else
+    A copied token is certain in the drafter's eyes, q = 1 there, so the lossless rule accepts it with probability p and else
     draws from p without it: the output is distributed as p, whatever was proposed.
+
+    A block is drafted by one of the two. Under a rule that mixes p and q, who answers must depend on the text alone
+    (`by_text`): at every position lookup where it finds something, else the model. The methods are those of `ModelDrafter`.
     """
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
+    def __init__(self, longest: int, model: ModelDrafter | None = None, *, by_text: bool = False) -> None:
+        self._longest, self._model, self._by_text = longest, model, by_text
         self._index = NgramIndex(longest)
+        self._asked = model  # in this block; None: it is copied
 
     def restart(self, ids: Sequence[int]) -> None:
         self._index = NgramIndex(self._longest)
         self._index.extend(ids)
+        if self._model is not None:
+            self._model.restart(ids)
 
     def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
-        return iter(())
+        return iter(()) if self._model is None else self._model.prefill_steps(prompt)
 
     def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
         self._index.cut(len(ids) - 1)  # the last token is the target's own, in place of a rejected copy
         match = self._match(ids)
-        if match is None:
-            return ()
-        return (LONG_COPY,) if match[1] > SHORTEST else (SHORT_COPY,)
+        origins = () if self._model is None else self._model.origins(ids)
+        if match is not None:
+            origins = (LONG_COPY if match[1] > SHORTEST else SHORT_COPY, *origins)
+        return origins[:1] if self._by_text else origins
 
-    def begin(self, ids: Sequence[int], origin: int = LONG_COPY) -> int:
-        return sys.maxsize
+    def begin(self, ids: Sequence[int], origin: int = FROM_MODEL) -> int:
+        self._asked = self._model if origin == FROM_MODEL else None
+        return sys.maxsize if self._asked is None else self._asked.begin(ids)
 
     def guess(self, ids: Sequence[int]) -> Guess | None:
-        match = self._match(ids)
-        return None if match is None else Guess(copied=match[0])
+        match = self._match(ids) if self._asked is None or self._by_text else None
+        if match is not None:
+            return Guess(copied=match[0])
+        return None if self._asked is None else self._asked.guess(ids)
+
+    def settle(self, length: int) -> None:
+        self._index.cut(length)
+        if self._model is not None:
+            self._model.settle(length)
 
     def _match(self, ids: Sequence[int]) -> tuple[int, int] | None:
         self._index.extend(ids[len(self._index.tokens) :])
         return self._index.match()
 
-    def settle(self, length: int) -> None:
-        self._index.cut(length)
 
-
-class HybridDrafter:
-    """Prompt lookup or the model, which reads first what was copied meanwhile.
-
-    A block is drafted by one of the two. Under a rule that mixes p and q, who answers must depend on the text alone
-    (`by_text`): at every position lookup where it finds something, else the model.
-    """
-
-    def __init__(self, lookup: LookupDrafter, model: ModelDrafter, *, by_text: bool = False) -> None:
-        self._lookup, self._model, self._by_text = lookup, model, by_text
-        self._asked: LookupDrafter | ModelDrafter = model
-
-    def restart(self, ids: Sequence[int]) -> None:
-        self._lookup.restart(ids)
-        self._model.restart(ids)
-
-    def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
-        return self._model.prefill_steps(prompt)
-
-    def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
-        origins = (*self._lookup.origins(ids), *self._model.origins(ids))
-        return origins[:1] if self._by_text else origins
-
-    def begin(self, ids: Sequence[int], origin: int = FROM_MODEL) -> int:
-        self._asked = self._model if origin == FROM_MODEL else self._lookup
-        return self._asked.begin(ids)
-
-    def guess(self, ids: Sequence[int]) -> Guess | None:
-        copied = self._lookup.guess(ids) if self._by_text else None
-        return copied or self._asked.guess(ids)
-
-    def settle(self, length: int) -> None:
-        self._lookup.settle(length)
-        self._model.settle(length)
+Drafter = ModelDrafter | LookupDrafter
 
 
 def highest_probability(logits: NDArray[np.float32]) -> float:

@@ -15,7 +15,6 @@ and the text would be read twice. Behind it the text is read again, apart from a
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from collections.abc import Collection, Generator, Sequence
 
 from edgespec.core.errors import InputError
@@ -28,8 +27,7 @@ from edgespec_runtime.decoding.schedule import Fixed, Schedule
 from edgespec_runtime.engines.cached_engine import CachedEngine, most_kept
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Rule, at_temperature
-from edgespec_runtime.rules.reproducible import PositionNoise
-from edgespec_runtime.rules.sampling import TokenSource, Uniforms
+from edgespec_runtime.rules.sampling import Uniforms
 from edgespec_runtime.rules.table import RULES, Kind, LoopRule, rule_of
 
 
@@ -68,7 +66,7 @@ def decode(
         rule = LOSSLESS_RULE  # nobody drafts: plain decoding
     rule = at_temperature(rule, options.temperature)
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
-    reply = ReplyState(*given, source_of(rule, options.seed))
+    reply = ReplyState(*given, rule.source(options.seed))
     how = reply.how
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     reply.prefill()
@@ -98,13 +96,6 @@ def decode(
             yield Block(tuple(new), accepted, reply.finish)
     finally:
         reply.settle()
-
-
-def source_of(rule: Rule, seed: int | None) -> TokenSource:
-    """What a reply's random choices come from; without a seed, from the operating system's randomness."""
-    if rule.by_position:
-        return PositionNoise(secrets.randbits(63) if seed is None else seed)
-    return Uniforms(seed)
 
 
 def check_prompt(

@@ -67,9 +67,9 @@ class ReplyOptions(Warp):
                 f"without one; choose the drafter {MODEL!r} or the rule 'lossless'"
             )
         if isinstance(rule, LoopRule) and (self.p_min > 0 or self.when_full == SHIFT):
-            name = "p_min" if self.p_min > 0 else "when_full"
+            name, kind = "p_min" if self.p_min > 0 else "when_full", self.rule_name.partition(":")[0]
             raise InputError(
-                f"{name} is {getattr(self, name)}, and rule {rule.name!r} has a decoding loop of its own, which ends drafts by "
+                f"{name} is {getattr(self, name)}, and rule {kind!r} has a decoding loop of its own, which ends drafts by "
                 f"its own threshold and stops where the context is full; leave {name} at its default"
             )
 

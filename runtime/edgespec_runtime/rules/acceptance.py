@@ -14,7 +14,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_runtime.rules.sampling import Categorical, TokenSource, Warp, draw, warp
+from edgespec_runtime.engines.engine import Logits
+from edgespec_runtime.rules.sampling import Categorical, TokenSource, Uniforms, Warp, draw, warp
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Draft:
 
     tokens: list[int] = field(default_factory=list)
     q: list[Categorical] = field(default_factory=list)
-    logits: list[NDArray[np.float32]] = field(default_factory=list)
+    logits: list[Logits] = field(default_factory=list)
     copied: int = 0
 
 
@@ -40,14 +41,12 @@ class Position:
     raw_p, raw_q: float32 [V], the softmax of the unwarped logits, computed when first asked for.
     """
 
-    def __init__(
-        self, p_logits: NDArray[np.float32], q_logits: NDArray[np.float32] | None, q: Categorical, how: Warp
-    ) -> None:
+    def __init__(self, p_logits: Logits, q_logits: Logits | None, q: Categorical, how: Warp) -> None:
         self.p_logits, self._q_logits, self.how, self.q = p_logits, q_logits, how, q
         self._p: Categorical | None = None
 
     @property
-    def q_logits(self) -> NDArray[np.float32]:
+    def q_logits(self) -> Logits:
         assert self._q_logits is not None  # the drafter kept them, since the rule is `raw`
         return self._q_logits
 
@@ -66,11 +65,15 @@ class Position:
         return softmax(self.q_logits)
 
 
-def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+def softmax(logits: Logits) -> NDArray[np.float32]:
     """float32 [V]"""
     probs: NDArray[np.float32] = np.exp(logits - logits.max())
     probs /= probs.sum()
     return probs
+
+
+Verdict = tuple[int, int]
+"""(number of draft tokens that stay, the token that follows them)"""
 
 
 class Rule(ABC):
@@ -81,26 +84,23 @@ class Rule(ABC):
             step and behind a whole draft: otherwise the text would depend on the draft length, which timing chooses.
         raw: it looks at raw_p and raw_q, so the drafter keeps its logits.
         draft_greedily: the draft is the drafter's argmax.
-        by_position: every random choice belongs to a position of the text (`PositionNoise`), not to the order of choices.
     """
 
     mixes: bool = False
     raw: bool = False
     draft_greedily: bool = False
-    by_position: bool = False
+
+    def source(self, seed: int | None) -> TokenSource:
+        """What a reply's random choices come from; without a seed, from the operating system's randomness."""
+        return Uniforms(seed)
 
     @abstractmethod
-    def verify(
-        self, rows: NDArray[np.float32], draft: Draft, how: Warp, source: TokenSource, start: int
-    ) -> tuple[int, int]:
+    def verify(self, rows: Logits, draft: Draft, how: Warp, source: TokenSource, start: int) -> Verdict:
         """Decide one block.
 
         Args:
             rows: target logits, float32 [γ + 1 or more, V]; row i follows draft token i − 1, rows behind γ are padding.
             start: position of the first draft token in the text.
-
-        Returns:
-            (number of draft tokens that stay, the token that follows them).
         """
 
 
@@ -123,9 +123,7 @@ class TokenRule(Rule):
     raw: bool = False
     draft_greedily: bool = False
 
-    def verify(
-        self, rows: NDArray[np.float32], draft: Draft, how: Warp, source: TokenSource, start: int
-    ) -> tuple[int, int]:
+    def verify(self, rows: Logits, draft: Draft, how: Warp, source: TokenSource, start: int) -> Verdict:
         """As `Rule.verify`. Rows after a rejection are never warped."""
         count = len(draft.tokens)
         for i, q in enumerate(draft.q):

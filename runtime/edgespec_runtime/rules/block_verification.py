@@ -15,16 +15,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_runtime.rules.acceptance import Draft, Rule, happens
+from edgespec_runtime.engines.engine import Logits
+from edgespec_runtime.rules.acceptance import Draft, Rule, Verdict, happens
 from edgespec_runtime.rules.sampling import Categorical, TokenSource, Warp, draw, warp
 
 
 class BlockRule(Rule):
     """See above. Unlike the others it needs p at every draft token, also behind one that is improbable."""
 
-    def verify(
-        self, rows: NDArray[np.float32], draft: Draft, how: Warp, source: TokenSource, start: int
-    ) -> tuple[int, int]:
+    def verify(self, rows: Logits, draft: Draft, how: Warp, source: TokenSource, start: int) -> Verdict:
         """As `Rule.verify`. The longest beginning is asked first, so that the sums s_i are made only where they decide."""
         count = len(draft.tokens)
         p: list[Categorical] = []

@@ -11,11 +11,13 @@ reaches, and at least (1 − TVD)/(1 + TVD) (Theorem 1 there). The two races of 
 from __future__ import annotations
 
 import functools
+import secrets
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_runtime.rules.acceptance import Draft, Rule
+from edgespec_runtime.engines.engine import Logits
+from edgespec_runtime.rules.acceptance import Draft, Rule, Verdict
 from edgespec_runtime.rules.sampling import Categorical, TokenSource, Warp, draw
 
 _GROUP = 256  # tokens: about √V, so that a draw needs noise for 2·√V tokens and not for V
@@ -37,7 +39,7 @@ class PositionNoise:
         self._noise = functools.lru_cache(_KEPT)(self._drawn)
 
     def random(self) -> float:
-        raise NotImplementedError("a rule that is `by_position` draws tokens only")
+        raise NotImplementedError("noise by position draws tokens only")
 
     def shift(self, tokens: int) -> None:
         """The text lost so many of its tokens: the noise goes on where it was."""
@@ -74,11 +76,11 @@ class PositionNoise:
 class ReproducibleRule(Rule):
     """A draft token stays where it is the target's own token for its position."""
 
-    by_position = True
+    def source(self, seed: int | None) -> TokenSource:
+        """As `Rule.source`; every choice belongs to a position of the text, not to the order of choices."""
+        return PositionNoise(secrets.randbits(63) if seed is None else seed)
 
-    def verify(
-        self, rows: NDArray[np.float32], draft: Draft, how: Warp, source: TokenSource, start: int
-    ) -> tuple[int, int]:
+    def verify(self, rows: Logits, draft: Draft, how: Warp, source: TokenSource, start: int) -> Verdict:
         """As `Rule.verify`; `source` is a `PositionNoise`."""
         for place, token in enumerate(draft.tokens):
             own = draw(rows[place], how, source, start + place)

@@ -102,8 +102,17 @@ class Discrepancy(Gap):
     a: float = knob(2.0, "largest discrepancy D of drafter and target that stays, in nats")
 
 
+class LoopRule:
+    """A rule that is a decoding loop of its own (cascade_loops.py), not a test of one draft token after another; its knobs."""
+
+
 @dataclass(frozen=True)
-class Bild(Discrepancy):
+class TokenCascade(Share, LoopRule):
+    pass
+
+
+@dataclass(frozen=True)
+class Bild(Discrepancy, LoopRule):
     a_f: float = knob(0.4, "the drafter goes on while max q >= 1 − a_f; 0 to 1", at_least=0.0, at_most=1.0)
     window: int = knob(
         10, "draft tokens in a row before the target reads them", at_least=1, at_most=MAX_DRAFT
@@ -114,20 +123,12 @@ PRODUCT, MEAN = "product", "mean"
 
 
 @dataclass(frozen=True)
-class SequenceCascade(Share):
+class SequenceCascade(Share, LoopRule):
     confidence: str = knob(
         PRODUCT,
         "of a reply: product of its tokens' probabilities, or their geometric mean, which does not shrink with length",
         choices=(PRODUCT, MEAN),
     )
-
-
-@dataclass(frozen=True)
-class LoopRule:
-    """A rule that is a decoding loop of its own (cascade_loops.py), not a test of one draft token after another."""
-
-    name: str
-    parameters: Any
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Kind:
 
 
 LOSSLESS, BLOCK, REPRODUCIBLE = "lossless", "block", "reproducible"
-TOKEN_CASCADE, SEQUENCE_CASCADE, BILD = "token-cascade", "sequence-cascade", "bild"
+TOKEN_CASCADE, SEQUENCE_CASCADE = "token-cascade", "sequence-cascade"
 
 RULES: dict[str, Kind] = {
     LOSSLESS: Kind("the target's own distribution", lambda _: LOSSLESS_RULE),
@@ -211,17 +212,17 @@ RULES: dict[str, Kind] = {
     ),
     TOKEN_CASCADE: Kind(
         "token after token: the drafter writes while max q >= 1 − a, else the target",
-        lambda o: LoopRule(TOKEN_CASCADE, o),
-        Share,
+        lambda o: o,
+        TokenCascade,
     ),
     SEQUENCE_CASCADE: Kind(
         "the drafter writes the reply; below a confidence of 1 − a the target writes it anew",
-        lambda o: LoopRule(SEQUENCE_CASCADE, o),
+        lambda o: o,
         SequenceCascade,
     ),
-    BILD: Kind(
+    "bild": Kind(
         "the drafter writes while sure; the target reads it and rolls back to the first D(q, p) > a",
-        lambda o: LoopRule(BILD, o),
+        lambda o: o,
         Bild,
     ),
 }

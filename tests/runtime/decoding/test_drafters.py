@@ -12,7 +12,6 @@ from block_laws import WARPS
 from edgespec_runtime.decoding import reply_state
 from edgespec_runtime.decoding.drafters import (
     Drafter,
-    HybridDrafter,
     LookupDrafter,
     ModelDrafter,
     drafter_of,
@@ -263,7 +262,7 @@ def test_the_model_catches_up_in_pieces_on_what_lookup_wrote() -> None:
 
 def test_hybrid_asks_the_model_where_lookup_finds_nothing() -> None:
     model = CachedEngine(ToyEngine(successor_model(V, lambda token: token + 1), V))
-    drafter = HybridDrafter(LookupDrafter(3), ModelDrafter(model))
+    drafter = LookupDrafter(3, ModelDrafter(model))
     list(drafter.prefill_steps([1, 2, 3]))
     assert model.tokens == [1, 2]
     assert draft(drafter, [1, 2, 3], 2).tokens == [4, 5]
@@ -276,7 +275,7 @@ def test_hybrid_asks_the_model_where_lookup_finds_nothing() -> None:
 
 def test_origins_say_who_can_draft_and_a_block_is_of_one_of_them() -> None:
     model = CachedEngine(ToyEngine(successor_model(V, lambda token: token + 1), V))
-    drafter = HybridDrafter(LookupDrafter(3), ModelDrafter(model))
+    drafter = LookupDrafter(3, ModelDrafter(model))
     drafter.restart([9, 1, 2, 3])
     assert drafter.origins([9, 1, 2, 3]) == (FROM_MODEL,)
     assert drafter.origins([9, 1, 2, 3, 1, 2]) == (SHORT_COPY, FROM_MODEL)
@@ -298,7 +297,7 @@ def test_a_model_behind_its_context_cannot_draft() -> None:
         assert stops.origins(text) == stopped
         assert bool(stops.begin(text)) is bool(stopped)
         assert shifts.origins(text) == (FROM_MODEL,)
-    both = HybridDrafter(LookupDrafter(3), stops)
+    both = LookupDrafter(3, stops)
     both.restart([1, 2, 3, 1, 2])
     assert both.origins([1, 2, 3, 1, 2]) == (SHORT_COPY,)
 
@@ -306,11 +305,11 @@ def test_a_model_behind_its_context_cannot_draft() -> None:
 def test_under_a_rule_that_changes_the_law_the_text_alone_decides_who_answers() -> None:
     model = CachedEngine(ToyEngine(successor_model(V, lambda token: token + 1), V))
     drafter = drafter_of(DecodingOptions(drafter=HYBRID, rule="lenient-lin"), model)
-    assert isinstance(drafter, HybridDrafter)
+    assert isinstance(drafter, LookupDrafter)
     assert drafter.origins([1, 2, 3, 1, 2]) == (SHORT_COPY,)
     assert drafter.origins([7, 1, 2, 3, 8]) == (FROM_MODEL,)
     chosen = drafter_of(DecodingOptions(), model)
-    assert isinstance(chosen, HybridDrafter)
+    assert isinstance(chosen, LookupDrafter)
     assert chosen.origins([1, 2, 3, 1, 2]) == (SHORT_COPY, FROM_MODEL)
     assert type(drafter_of(DecodingOptions(rule="lenient-lin"), model)) is ModelDrafter
 
@@ -320,7 +319,7 @@ def test_under_a_rule_that_changes_the_law_the_text_alone_decides_who_answers() 
 
 def test_drafters_by_option() -> None:
     model = CachedEngine(ToyEngine(random_model(0, V), V))
-    kinds = {MODEL: ModelDrafter, LOOKUP: LookupDrafter, HYBRID: HybridDrafter}
+    kinds = {MODEL: ModelDrafter, LOOKUP: LookupDrafter, HYBRID: LookupDrafter}
     for name, kind in kinds.items():
         options = DecodingOptions(drafter=name)
         assert type(drafter_of(options, model)) is kind

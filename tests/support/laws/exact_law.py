@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from edgespec_runtime.decoding import loop
-from edgespec_runtime.rules import sampling
+from edgespec_runtime.rules import acceptance, sampling
 from edgespec_runtime.rules.sampling import Categorical, Warp, warp
 from toy_engine import LogitsOf
 
@@ -77,7 +77,8 @@ def law_of(run: Callable[[], Sequence[int]]) -> Law:
         patch.setattr(
             sampling, "_invert", lambda weights, uniform: (uniform.index(weights), float(weights.sum()))
         )
-        patch.setattr(loop, "Uniforms", lambda seed: explorer)
+        for module in (loop, acceptance):
+            patch.setattr(module, "Uniforms", lambda seed: explorer)
         while True:
             emitted = tuple(run())
             law[emitted] += explorer.mass
