@@ -80,6 +80,9 @@ class AdaptiveSchedule(Schedule):
         acceptance_rate: first guess, as the bundle's evaluation measured it; of copies too, until some were made.
         most: longest draft.
         mixes: the rule mixes p and q, so the drafter computes one step more in every block, also where γ = 0.
+
+    Attributes:
+        model: what is known of the drafter model's drafts.
     """
 
     def __init__(self, costs: Costs, acceptance_rate: float, most: int = 8, *, mixes: bool = False) -> None:
@@ -90,6 +93,7 @@ class AdaptiveSchedule(Schedule):
         self._chosen = 0  # γ of the last block
         self._since_plain = REFRESH  # blocks with a draft; a session begins with a plain step
         self._last_offered = self._of[FROM_MODEL]  # the model where there is one
+        self.model = self._last_offered.rates
 
     @property
     def off(self) -> str | None:
@@ -97,11 +101,6 @@ class AdaptiveSchedule(Schedule):
         why = self._last_offered.off
         copies = any(one.length for one in self._of.values() if one is not self._last_offered)
         return why + "; copies from the text go on" * copies if why else None
-
-    @property
-    def model(self) -> AcceptanceRates:
-        """What is known of the drafter model's drafts."""
-        return self._of[FROM_MODEL].rates
 
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         best: _Origin | None = None

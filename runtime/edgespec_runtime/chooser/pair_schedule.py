@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.calibrate import QUICK
@@ -14,10 +15,8 @@ from edgespec_runtime.decoding.schedule import Fixed, Schedule
 from edgespec_runtime.pair.bundle import Pair
 from edgespec_runtime.rules.acceptance import Rule, at_temperature
 
-FAR_BELOW, ENOUGH = (
-    0.25,
-    32,
-)  # of α and first tokens: with half the α, of 0.4 to 0.6, a session in ten or fewer seems so low
+FAR_BELOW = 0.25  # of α, in the ENOUGH first tokens: with half the α, of 0.4 to 0.6, a session in ten or fewer seems so low
+ENOUGH = 32
 MOST_KEPT = 64  # a server's clients may each choose another temperature, thousands of them
 
 
@@ -45,7 +44,6 @@ class Schedules:
 
     def __init__(self, pair: Pair, note: Callable[[str], None]) -> None:
         self._pair, self._note = pair, note
-        self._costs: Costs | None = None
         self._made: dict[How, AdaptiveSchedule] = {}
 
     def of(self, options: DecodingOptions) -> Schedule:
@@ -56,7 +54,7 @@ class Schedules:
         if made is None:
             _, most, temperature, mixes = how
             expected = expected_rate(self._pair.manifest.metrics, temperature)
-            made = AdaptiveSchedule(self._measured(), expected, most, mixes=mixes)
+            made = AdaptiveSchedule(self._costs, expected, most, mixes=mixes)
         self._made[how] = made  # the newest is the last
         if len(self._made) > MOST_KEPT:
             del self._made[next(iter(self._made))]
@@ -83,8 +81,7 @@ class Schedules:
             "`edgespec verify` tells"
         )
 
-    def _measured(self) -> Costs:
-        if self._costs is None:
-            begin = f"(measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures thoroughly)"
-            self._costs, _ = costs_of(self._pair, QUICK, self._note, begin=begin)
-        return self._costs
+    @cached_property
+    def _costs(self) -> Costs:
+        begin = f"(measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures thoroughly)"
+        return costs_of(self._pair, QUICK, self._note, begin=begin)[0]

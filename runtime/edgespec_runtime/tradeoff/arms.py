@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec_runtime.rules.table import RULES, SEQUENCE_CASCADE, TOKEN_CASCADE, rule_of, words_of
@@ -66,7 +67,7 @@ def arms_of(rules: Sequence[str], alphas: Sequence[float]) -> list[Arm]:
 def _points(rule: str, alphas: Sequence[float]) -> Iterator[Arm]:
     rule_of(rule)
     name, given = words_of(rule)
-    defaults = {field.name: field.default for field in fields(RULES[name].parameters)}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(RULES[name].parameters)}
     parameter = next((known for known in PARAMETERS if known in defaults), "")
     others = ",".join(f"{key}={value}" for key, value in given.items() if key != parameter)
     curve = f"{name}:{others}" if others else name
@@ -74,7 +75,7 @@ def _points(rule: str, alphas: Sequence[float]) -> Iterator[Arm]:
         yield Arm(rule, curve)
         return
     swept = parameter == SWEPT and SWEPT not in given
-    for value in alphas if swept else [float(given.get(parameter, defaults[parameter]))]:
+    for value in alphas if swept else [float((defaults | given)[parameter])]:
         point = f"{curve}{',' if others else ':'}{parameter}={value!r}"
         try:
             rule_of(point)

@@ -8,7 +8,7 @@ from operator import sub
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.metrics import RawCounts, bootstrap, median, summed
+from edgespec.core.metrics import RawCounts, bootstrap, median, ratio_of_sums, summed
 from edgespec.core.table import interval, many, table
 from edgespec_runtime.bench.report import Interval, Run
 from edgespec_runtime.decoding.speed import dump
@@ -21,12 +21,11 @@ EXACT_MATCH, ROUGE_2, AGREEMENT = "exact-match", "rouge-2", "agreement"
 METRICS = (EXACT_MATCH, ROUGE_2, AGREEMENT)
 
 
-@dataclass(frozen=True)
-class Trial:
+@dataclass(frozen=True, kw_only=True)
+class Trial(Run):
     """One prompt answered once by one arm; `scores` by metric."""
 
     arm: str
-    run: Run
     scores: dict[str, float]
 
 
@@ -77,28 +76,25 @@ def summarise(study: Study) -> list[Summary]:
     """A summary of every arm, in the order of the study. Every arm must have answered every prompt."""
     found: dict[str, dict[int, list[Trial]]] = {arm.name: {} for arm in study.arms}
     for trial in study.trials:
-        found[trial.arm].setdefault(trial.run.prompt, []).append(trial)
+        found[trial.arm].setdefault(trial.prompt, []).append(trial)
     answers = {name: [own[prompt] for prompt in sorted(own)] for name, own in found.items()}
     return [_summary(arm, answers[arm.name], answers[LARGE.name], study.metrics) for arm in study.arms]
 
 
-Answers = Sequence[Sequence[Trial]]
+ByPrompt = Sequence[Sequence[Trial]]
 """One arm's trials: of each prompt its repeats."""
 
 
-def _summary(arm: Arm, own: Answers, large: Answers, metrics: Sequence[str]) -> Summary:
+def _summary(arm: Arm, own: ByPrompt, large: ByPrompt, metrics: Sequence[str]) -> Summary:
     counts, plain = [_counts(trials) for trials in own], [_counts(trials) for trials in large]
     total = summed(counts)
-    times = [
-        (mine.total_seconds, mine.emitted, its.total_seconds, its.emitted)
-        for mine, its in zip(counts, plain, strict=True)
-    ]
-    scores, wanted = ({name: _scores(answers, name) for name in metrics} for answers in (own, large))
+    scores = {name: _scores(own, name) for name in metrics}
+    behind = {name: list(map(sub, scores[name], _scores(large, name))) for name in metrics}
     return Summary(
         arm=arm,
-        quality={name: bootstrap(scores[name], _mean) for name in metrics},
-        behind={name: bootstrap(list(map(sub, scores[name], wanted[name])), _mean) for name in metrics},
-        latency=bootstrap(times, _relative_latency),
+        quality={name: bootstrap(values, _mean) for name, values in scores.items()},
+        behind={name: bootstrap(values, _mean) for name, values in behind.items()},
+        latency=bootstrap(list(zip(counts, plain, strict=True)), _relative_latency),
         passes=0.0 if arm == SMALL else total.blocks / total.emitted,
         rejection_rate=1 - total.acceptance_rate if arm.tests_drafts and sum(total.tested) > 0 else None,
         reply_tokens=total.emitted / sum(map(len, own)),
@@ -108,20 +104,23 @@ def _summary(arm: Arm, own: Answers, large: Answers, metrics: Sequence[str]) -> 
 def _counts(trials: Sequence[Trial]) -> RawCounts:
     """The counts of a prompt's repeats together. Its seconds are those of all tokens at the median pace of the repeats, so that a
     hiccup of the machine in one of them is no property of the rule."""
-    counts = summed(trial.run.counts for trial in trials)
-    pace = median([trial.run.counts.total_seconds / trial.run.counts.emitted for trial in trials])
+    counts = summed(trial.counts for trial in trials)
+    pace = median([trial.counts.total_seconds / trial.counts.emitted for trial in trials])
     return replace(counts, total_seconds=pace * counts.emitted)
 
 
-def _scores(answers: Answers, metric: str) -> list[float]:
+def _scores(answers: ByPrompt, metric: str) -> list[float]:
     """The mean score of each prompt."""
     return [_mean([trial.scores[metric] for trial in trials]) for trials in answers]
 
 
-def _relative_latency(items: Sequence[tuple[float, int, float, int]]) -> float:
+_pace = ratio_of_sums(lambda counts: counts.total_seconds, lambda counts: counts.emitted)
+
+
+def _relative_latency(pairs: Sequence[tuple[RawCounts, RawCounts]]) -> float:
     """Sums, not a median over prompts: a rule that answers some prompts fast and some slowly costs their mean."""
-    mine, emitted, its, plain = map(sum, zip(*items, strict=True))
-    return float((mine / emitted) / (its / plain))
+    mine, its = zip(*pairs, strict=True)
+    return _pace(mine) / _pace(its)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -211,7 +210,7 @@ def text(study: Study, summaries: Sequence[Summary], *, markdown: bool = False) 
 def setting(study: Study) -> str:
     """What was run, and whether other programs ran beside it."""
     about, options = study.about, study.about["options"]
-    prompts, repeats = len({trial.run.prompt for trial in study.trials}), options["repeats"]
+    prompts, repeats = len({trial.prompt for trial in study.trials}), options["repeats"]
     beside, share = "", about["free_share"]
     if share < QUIET:
         beside = f" Other programs ran too and left {share:.0%} of the processors: latencies suffer."
@@ -266,10 +265,7 @@ def as_json(study: Study, summaries: Sequence[Summary]) -> dict[str, Any]:
         "schema": SCHEMA,
         "about": study.about,
         "arms": [asdict(arm) for arm in study.arms],
-        "runs": [
-            {"arm": t.arm, **vars(t.run), "counts": dump(t.run.counts), "scores": t.scores}
-            for t in study.trials
-        ],
+        "runs": [{"arm": t.arm, **vars(t), "counts": dump(t.counts)} for t in study.trials],
         "summaries": [asdict(summary) for summary in summaries],
     }
 
@@ -278,10 +274,8 @@ def from_json(found: Any, where: str) -> Study:
     """The study that `as_json` wrote. Raises InputError for a file of another kind or another schema."""
     if not isinstance(found, dict) or found.get("schema") != SCHEMA or "arms" not in found:
         raise InputError(f"{where} is no trade-off study of schema {SCHEMA}; measure it again with --json")
-    trials = []
-    for row in found["runs"]:
-        values = dict(row)
-        arm, scores = values.pop("arm"), values.pop("scores")
-        values |= {"counts": RawCounts(**values["counts"]), "reply": tuple(values["reply"])}
-        trials.append(Trial(arm, Run(**values), scores))
-    return Study(found["about"], tuple(Arm(**arm) for arm in found["arms"]), tuple(trials))
+    trials = tuple(
+        Trial(**row | {"counts": RawCounts(**row["counts"]), "reply": tuple(row["reply"])})
+        for row in found["runs"]
+    )
+    return Study(found["about"], tuple(Arm(**arm) for arm in found["arms"]), trials)

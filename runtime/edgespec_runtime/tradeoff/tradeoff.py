@@ -192,9 +192,8 @@ def mean_log_probability(model: CachedEngine, prompt: Sequence[int], reply: Sequ
     """Mean over the reply's tokens of log p, p at temperature 1 with nothing cut off (nats): it is finite for any reply."""
     model.prefill(prompt[:-1])
     rows = model.read_rows([prompt[-1], *reply[:-1]])
-    return sum(float(row[token]) - log_total(row) for row, token in zip(rows, reply, strict=True)) / len(
-        reply
-    )
+    each = [float(row[token]) - log_total(row) for row, token in zip(rows, reply, strict=True)]
+    return sum(each) / len(each)
 
 
 def trials_of(
@@ -217,7 +216,7 @@ def trials_of(
             own = next(run.reply for arm, run in runs if arm == LARGE)
             replies = dict.fromkeys(run.reply for _, run in runs)  # one that came out twice is scored once
             scores = {reply: answers.scores(prompt, ids, reply, own) for reply in replies}
-            trials += [Trial(arm.name, run, scores[run.reply]) for arm, run in runs]
+            trials += [Trial(**vars(run), arm=arm.name, scores=scores[run.reply]) for arm, run in runs]
             done = index + 1
             affordable = int(options.seconds / ((perf_counter() - start) / done))
             planned = min(len(prompts), max(LEAST_PROMPTS, affordable, done))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from edgespec_runtime.bench.report import Run
 from edgespec_runtime.tradeoff.arms import LARGE, SMALL, Arm
 from edgespec_runtime.tradeoff.report import (
     Study,
@@ -43,7 +42,8 @@ def trial(
         total_seconds=seconds,
         prefill_seconds=100.0,  # is no part of any figure
     )
-    return Trial(arm.name, Run(prompt, 0, 1, 10, 0.0, (1,) * emitted, counts), {"agreement": score})
+    run = (prompt, 0, 1, 10, 0.0, (1,) * emitted, counts)
+    return Trial(*run, arm=arm.name, scores={"agreement": score})
 
 
 def study(trials: list[Trial], *arms: Arm, temperature: float = 0.0) -> Study:
