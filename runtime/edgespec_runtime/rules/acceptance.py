@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,17 +39,13 @@ class Draft:
 class Position:
     """What a rule sees at one position. p is warped when first asked for.
 
+    q_logits: the drafter's own, float32 [V]; None where the rule is not `raw`, and then nothing asks for it.
     raw_p, raw_q: float32 [V], the softmax of the unwarped logits, computed when first asked for.
     """
 
-    def __init__(self, p_logits: Logits, q_logits: Logits | None, q: Categorical, how: Warp) -> None:
-        self.p_logits, self._q_logits, self.how, self.q = p_logits, q_logits, how, q
+    def __init__(self, p_logits: Logits, q_logits: Any, q: Categorical, how: Warp) -> None:
+        self.p_logits, self.q_logits, self.how, self.q = p_logits, q_logits, how, q
         self._p: Categorical | None = None
-
-    @property
-    def q_logits(self) -> Logits:
-        assert self._q_logits is not None  # the drafter kept them, since the rule is `raw`
-        return self._q_logits
 
     @property  # not cached_property: p is asked for at every draft token, and Python 3.11's takes a lock
     def p(self) -> Categorical:
@@ -76,6 +73,7 @@ Verdict = tuple[int, int]
 """(number of draft tokens that stay, the token that follows them)"""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
     """Which draft tokens stay, and which token follows them.
 
@@ -119,9 +117,6 @@ class TokenRule(Rule):
 
     accept: Callable[[Position, int], float]
     residual: Callable[[Position], Categorical]
-    mixes: bool = False
-    raw: bool = False
-    draft_greedily: bool = False
 
     def verify(self, rows: Logits, draft: Draft, how: Warp, source: TokenSource, start: int) -> Verdict:
         """As `Rule.verify`. Rows after a rejection are never warped."""

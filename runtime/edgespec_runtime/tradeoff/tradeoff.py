@@ -130,7 +130,7 @@ def prompts_of(path: Path, metrics: Sequence[str], most: int) -> list[Prompt]:
 
 
 class Answers:
-    """Answers prompts and scores the replies."""
+    """Answers prompts by all arms, and scores the replies."""
 
     def __init__(self, pair: Pair, options: Options) -> None:
         assert pair.draft is not None  # the bundle was opened with it
@@ -187,6 +187,36 @@ class Answers:
                 scores[metric] = mean_log_probability(self._pair.target, ids, reply)
         return scores
 
+    def trials(self, prompts: Sequence[Prompt], arms: Sequence[Arm]) -> list[Trial]:
+        """Answer and score as many prompts as the time allows, with a progress bar."""
+        encoded, options = self.encode(prompts), self._options
+        for arm in (*ENDS, arms[-1]):  # warm-up: first calls of both engines allocate
+            self.run(arm, encoded[0], Place(0, 0))
+        trials: list[Trial] = []
+        size = len(arms) * options.repeats
+        with progress("tradeoff", len(prompts) * size, "runs") as bar:
+            start = perf_counter()
+            for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+                runs: list[tuple[Arm, Run]] = []
+                for repeat in range(options.repeats):
+                    for arm in shuffled(arms, index * options.repeats + repeat):
+                        runs.append((arm, self.run(arm, ids, Place(index, repeat))))
+                        bar.update(1)
+                own = next(run.reply for arm, run in runs if arm == LARGE)
+                replies = dict.fromkeys(
+                    run.reply for _, run in runs
+                )  # one that came out twice is scored once
+                scores = {reply: self.scores(prompt, ids, reply, own) for reply in replies}
+                trials += [Trial(**vars(run), arm=arm.name, scores=scores[run.reply]) for arm, run in runs]
+                done = index + 1
+                affordable = int(options.seconds / ((perf_counter() - start) / done))
+                planned = min(len(prompts), max(LEAST_PROMPTS, affordable, done))
+                bar.total = planned * size
+                if done >= planned:
+                    break
+            bar.refresh()
+        return trials
+
 
 def mean_log_probability(model: CachedEngine, prompt: Sequence[int], reply: Sequence[int]) -> float:
     """Mean over the reply's tokens of log p, p at temperature 1 with nothing cut off (nats): it is finite for any reply."""
@@ -194,37 +224,6 @@ def mean_log_probability(model: CachedEngine, prompt: Sequence[int], reply: Sequ
     rows = model.read_rows([prompt[-1], *reply[:-1]])
     each = [float(row[token]) - log_total(row) for row, token in zip(rows, reply, strict=True)]
     return sum(each) / len(each)
-
-
-def trials_of(
-    answers: Answers, prompts: Sequence[Prompt], arms: Sequence[Arm], options: Options
-) -> list[Trial]:
-    """Answer and score as many prompts as the time allows, with a progress bar."""
-    encoded = answers.encode(prompts)
-    for arm in (*ENDS, arms[-1]):  # warm-up: first calls of both engines allocate
-        answers.run(arm, encoded[0], Place(0, 0))
-    trials: list[Trial] = []
-    size = len(arms) * options.repeats
-    with progress("tradeoff", len(prompts) * size, "runs") as bar:
-        start = perf_counter()
-        for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-            runs: list[tuple[Arm, Run]] = []
-            for repeat in range(options.repeats):
-                for arm in shuffled(arms, index * options.repeats + repeat):
-                    runs.append((arm, answers.run(arm, ids, Place(index, repeat))))
-                    bar.update(1)
-            own = next(run.reply for arm, run in runs if arm == LARGE)
-            replies = dict.fromkeys(run.reply for _, run in runs)  # one that came out twice is scored once
-            scores = {reply: answers.scores(prompt, ids, reply, own) for reply in replies}
-            trials += [Trial(**vars(run), arm=arm.name, scores=scores[run.reply]) for arm, run in runs]
-            done = index + 1
-            affordable = int(options.seconds / ((perf_counter() - start) / done))
-            planned = min(len(prompts), max(LEAST_PROMPTS, affordable, done))
-            bar.total = planned * size
-            if done >= planned:
-                break
-        bar.refresh()
-    return trials
 
 
 def study_of(given: dict[str, Any], options: Options) -> Study:
@@ -247,7 +246,7 @@ def study_of(given: dict[str, Any], options: Options) -> Study:
             )
         prompts = prompts or [Prompt(chat) for chat in pair.prompts()[: options.max_prompts]]
         share = free_share(pair.threads)
-        trials = trials_of(Answers(pair, options), prompts, arms, options)
+        trials = Answers(pair, options).trials(prompts, arms)
         share = min(share, free_share(pair.threads))
         about = {
             "title": options.title or Path(options.prompts or "prompts").stem,
