@@ -186,7 +186,7 @@ class Run:
         data = Mixture({TARGET: self.rows}, {TARGET: 1.0}, steps * options.batch_size, self.seed)
         label = f"{self.kind}, {self.rows.counts.sum():,} tokens"
         objective = self.objective(self.rows, steps)
-        return model, train(model, data, objective, out, options, seed=self.seed, label=label, ordered=True)
+        return model, train(model, data, objective, out, options, seed=self.seed, label=label)
 
     def acceptance(self, model: Any) -> tuple[float, float]:
         """α at T = 1 and at T = 0 of the first draft token, on the texts that nobody learnt."""

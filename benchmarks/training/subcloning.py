@@ -23,7 +23,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from edgespec_recipes.data.instructions import read_conversations
-from edgespec_recipes.data.token_rows import Rows
+from edgespec_recipes.data.token_rows import Rows, Shuffled
 from edgespec_recipes.models import subcloning
 from edgespec_recipes.models.initialise import initial_drafter
 from edgespec_recipes.models.loading import load_tokenizer
@@ -121,7 +121,8 @@ def measurements(given: argparse.Namespace) -> Iterator[tuple[str, ...]]:
                 model = made(variant, shape, given.target, tokenizer, text, seed)
                 before = held_out_loss(model, held_out)
                 with TemporaryDirectory() as out:
-                    train(model, rows, next_token_losses, Path(out), options, seed=seed, label=variant)
+                    order = Shuffled(rows, options.steps * BATCH, seed)
+                    train(model, order, next_token_losses, Path(out), options, seed=seed, label=variant)
                 losses.append((before, held_out_loss(model, held_out)))
             first, last = zip(*losses, strict=True)
             spread = f" ({min(last):.3f} to {max(last):.3f})" if len(last) > 1 else ""

@@ -60,9 +60,14 @@ class Packing:
         return {"packed": self.together, "packed_reason": self.reason}
 
 
-def packing_of(models: Mapping[str, Any]) -> Packing:
-    """What rows may hold that all these models read; the names are for people. Says so in the log where it is one text."""
-    alone = {name: model for name, model in models.items() if form_of(model) is Form.ALONE}
+def packing_of(models: Mapping[str, Any | None]) -> Packing:
+    """What rows may hold that all these models (of those that there are) read; the names are for people.
+
+    Says so in the log where it is one text.
+    """
+    alone = {
+        name: model for name, model in models.items() if model is not None and form_of(model) is Form.ALONE
+    }
     if not alone:
         return Packing(True, "every text of a row gets the logits that it gets alone")
     named = " and ".join(f"{name} ({described(model)})" for name, model in alone.items())

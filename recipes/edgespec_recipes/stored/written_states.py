@@ -205,7 +205,8 @@ class WrittenTexts:
 class WrittenRows(Store, Dataset[Row]):
     """What the target wrote, as rows to train a feature drafter on: of the generate stage's folder, packed to `context` tokens.
 
-    A row is one of `mixing.response_rows` with `features` [T, G] beside it. No second pass of the target is needed.
+    A row is one of `mixing.response_rows`, numbered from `first`, with `features` [T, G] beside it. No second pass of the target
+    is needed.
 
     Attributes:
         vocab_size: the target's. width: G, of what was kept of a token. layers: the early ones in it. target: the checksum of
@@ -215,7 +216,7 @@ class WrittenRows(Store, Dataset[Row]):
     Raises InputError where a shard lacks hidden states or distributions, or one is damaged.
     """
 
-    def __init__(self, folder: Path, context: int) -> None:
+    def __init__(self, folder: Path, context: int, first: int = 0) -> None:
         conversations: list[Any] = []
         self._texts = WrittenTexts(
             folder, context, see=lambda row: conversations.append((row["prompt_ids"], row["response_ids"]))
@@ -227,6 +228,7 @@ class WrittenRows(Store, Dataset[Row]):
         self.layers = tuple(about["features"].get("layers", ()))
         self.target = str(about["features"]["target"])
         self.packed: Rows = response_rows(conversations, context)
+        self.packed.arrays["row_id"] += first
         tokens = self.packed.arrays["input_ids"][self.packed.arrays["document_ids"] >= 0]
         self.counts = np.bincount(tokens, minlength=self.vocab_size)
 

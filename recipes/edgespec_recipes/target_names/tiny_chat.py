@@ -30,7 +30,7 @@ from edgespec_recipes.data.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, 
 from edgespec_recipes.data.prompts import plain_ids
 from edgespec_recipes.data.token_rows import PADDING, Batch, Rows, inputs_of, pack_conversations, tokenise
 from edgespec_recipes.models.loading import load_tokenizer
-from edgespec_recipes.training.trainer import finish, train
+from edgespec_recipes.training.trainer import save_whole, train
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 START, TURN_END, PADDING_ID = 0, 2, 3
@@ -90,8 +90,8 @@ def _build(out: Path, options: TinyChatOptions) -> dict[str, Any]:
     data = training_rows(chats, corpus, tokenizer, options)
     model = new_model(options)
     label = "train tiny-chat"
-    counts = train(model, data, chat_losses, out, options, seed=options.seed, label=label, ordered=True)
-    finish(model, tokenizer_folder, out)
+    counts = train(model, data, chat_losses, out, options, seed=options.seed, label=label)
+    save_whole(model, tokenizer_folder, out / "model")
     return {"parameters": model.num_parameters(), **counts}
 
 

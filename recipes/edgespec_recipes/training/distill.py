@@ -11,23 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import Subset
+
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import DistillOptions, InferenceOptions
-from edgespec_recipes.data.mixing import (
-    FIXED,
-    KINDS,
-    STUDENT,
-    TARGET,
-    TEXT,
-    Mixture,
-    TextRows,
-    held_out,
-    prompt_rows,
-    response_rows,
-    shares,
-)
+from edgespec_recipes.data import mixing
 from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.data.token_rows import Rows, text_blocks, tokens_to_read
 from edgespec_recipes.generating.response_shards import read_responses
@@ -44,7 +34,7 @@ from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.models.packing import Packing, packing_of
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.training.objective import Objective, with_selection
-from edgespec_recipes.training.trainer import collate, finish, save_whole, train
+from edgespec_recipes.training.trainer import collate, save_whole, train
 
 MEASURED_ROWS = 4  # of the store, against the live target
 
@@ -71,7 +61,7 @@ class DistillInputs:
 def responses_of(folder: Path, context: int, together: bool = True) -> Rows:
     """The generate stage's responses packed into rows of `context` tokens; the same rows for the same arguments and responses."""
     pairs = [(row["prompt_ids"], row["response_ids"]) for row in read_responses(folder)]
-    return response_rows(pairs, context, together)
+    return mixing.response_rows(pairs, context, together)
 
 
 def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -> dict[str, Any]:
@@ -84,7 +74,7 @@ def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -
     draft = load_model(inputs.drafter).to(device)
     in_torch = inputs.inference.source == "torch"
     target = load_target(inputs.target, inputs.inference, device) if in_torch else None
-    packing = packing_of(_named(target=target, drafter=draft))
+    packing = packing_of({"the target": target, "the drafter": draft})
     rows = responses_of(inputs.responses, options.context, packing.together)
     counts = store_targets(
         out,
@@ -100,13 +90,8 @@ def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -
         return counts
     measured = range(min(MEASURED_ROWS, len(rows)))
     # with hard labels the store still serves the acceptance rate that is watched
-    functions = {options.divergence: divergence(replace(options, labels="soft"))}
+    functions = {options.divergence: divergence(replace(options, labels="soft")).per_token}
     return {**counts, "error": store_error(StoredTargets(out), target, draft, rows, measured, functions)}
-
-
-def _named(**models: Any | None) -> dict[str, Any]:
-    """The models that there are, with their names in messages."""
-    return {f"the {name}": model for name, model in models.items() if model is not None}
 
 
 def _packing(models: dict[str, Any], store: StoredTargets | None) -> Packing:
@@ -139,56 +124,58 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
     reference = None
     if options.select_fraction < 1 and inputs.reference is not None:
         reference = load_model(inputs.reference).to(device).requires_grad_(False)
-    parts = shares(options)
+    parts = mixing.shares(options)
     store = StoredTargets(inputs.store) if options.target_side == "stored" and inputs.store else None
-    asked = store is None or set(parts) != {TARGET}
+    asked = store is None or set(parts) != {mixing.TARGET}
     target = load_target(inputs.target, inputs.inference, device) if asked else None
-    packing = _packing(_named(target=target, drafter=draft, reference=reference), store)
+    models = {"the target": target, "the drafter": draft, "the reference": reference}
+    packing = _packing(models, store)
     together = packing.together
 
     stops = stop_ids_of(inputs.target, tokenizer)
     responses = responses_of(inputs.responses, options.context, together)
     if store is not None:
         store.check_rows(responses)
-    learnt, held = held_out(len(responses), options.watch_rows if options.watch_steps else 0)
-    sources: dict[int, Any] = {TARGET: Rows({name: rows[learnt] for name, rows in responses.arrays.items()})}
-    if TEXT in parts:
-        length = round(parts[TEXT] * options.steps * options.batch_size + 1) * options.context
+    learnt, held = mixing.held_out(len(responses), options.watch_rows if options.watch_steps else 0)
+    sources: dict[int, Any] = {mixing.TARGET: Subset(responses, learnt.tolist())}
+    if mixing.TEXT in parts:
+        length = round(parts[mixing.TEXT] * options.steps * options.batch_size + 1) * options.context
         wanted = tokens_to_read(inputs.text, length)
         blocks = text_blocks(inputs.text, tokenizer, options.context, inputs.text_cache, tokens=wanted)
-        sources[TEXT] = TextRows(blocks)
-    if FIXED in parts:
+        sources[mixing.TEXT] = mixing.TextRows(blocks)
+    if mixing.FIXED in parts:
         replies = read_replies(options.fixed, tokenizer, stops)
-        sources[FIXED] = response_rows(replies, options.context, together)
-    if STUDENT in parts:
+        sources[mixing.FIXED] = mixing.response_rows(replies, options.context, together)
+    if mixing.STUDENT in parts:
         prompts = [row["prompt_ids"] for row in read_responses(inputs.responses)]
-        sources[STUDENT] = prompt_rows(prompts, options.student_max_new_tokens, options.context, together)
+        sources[mixing.STUDENT] = mixing.prompt_rows(
+            prompts, options.student_max_new_tokens, options.context, together
+        )
 
     objective = Objective(target, options, stops=stops, seed=seed, store=store, reference=reference)
     watched = []
     if len(held):
-        batch = collate([{**responses[row], "kind": TARGET} for row in held.tolist()])  # type: ignore[dict-item]
+        batch = collate([{**responses[row], "kind": mixing.TARGET} for row in held.tolist()])  # type: ignore[dict-item]
         watched = [{name: values.to(device) for name, values in batch.items()}]
     counts = train(
         draft,
-        Mixture(sources, parts, options.steps * options.batch_size, seed),
+        mixing.Mixture(sources, parts, options.steps * options.batch_size, seed),
         objective,
         out,
         options,
         seed=seed,
         label=f"distil, {options.losses}",
-        ordered=True,
         watch=(lambda model: objective.acceptance(model, watched)) if watched else None,
         watch_steps=options.watch_steps,
         keep=lambda step, model: save_whole(model, inputs.target, out / "kept" / f"step-{step:06d}"),
         keep_steps=options.keep_steps,
     )
-    finish(draft, inputs.target, out)
+    save_whole(draft, inputs.target, out / "model")
     return {
         **counts,
         **packing.record(),
         "divergence": options.losses,
-        "shares": {KINDS[kind]: round(share, 4) for kind, share in parts.items()},
+        "shares": {mixing.KINDS[kind]: round(share, 4) for kind, share in parts.items()},
         "response_rows": len(responses),
         "compared_share": round(float(responses.arrays["compared"].mean()), 4),
     }

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from edgespec.core.errors import InputError
 from edgespec.model_folder.head import TABLE, table_checksum, target_embedding
@@ -139,11 +139,10 @@ def distill_head(
     steps = options.unrolled_steps
     objective = HeadObjective(steps, None, options, stops=stops, seed=seed, store=rows, reference=judge)
     learnt, watched = held_out(len(rows), options.watch_rows if options.watch_steps else 0)
-    sources: dict[int, Any] = {TARGET: _SomeRows(rows, learnt)}
+    sources: dict[int, Any] = {TARGET: Subset(rows, learnt.tolist())}
     if read is not None:
-        foreign = WrittenRows(read, options.context)
-        objective.store = JoinedRows(rows, foreign)
-        sources[FIXED] = _SomeRows(foreign, np.arange(len(foreign)), first=len(rows))
+        sources[FIXED] = WrittenRows(read, options.context, first=len(rows))
+        objective.store = JoinedRows(rows, sources[FIXED])
     watching: list[Any] = [{**rows[row], "kind": TARGET, "slot": row} for row in watched.tolist()]
     batches = [{name: values.to(device) for name, values in collate([row]).items()} for row in watching]
     before = objective.acceptance(model.to(device), batches) if batches else {}
@@ -155,7 +154,6 @@ def distill_head(
         options,
         seed=seed,
         label=f"distil a head, {options.losses}",
-        ordered=True,
         watch=(lambda model: objective.acceptance(model, batches)) if batches else None,
         watch_steps=options.watch_steps,
     )
@@ -209,17 +207,3 @@ def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer
         return with_vocabulary(head, table, rows.counts, special, drafter.vocabulary)
     weights = TargetWeights.stored(target)
     return start_head(weights, drafter, rows.counts, special, rows.steps_seen(FITTED), rows.layers)
-
-
-class _SomeRows:
-    """Some of the rows; they keep their numbers, counted from `first`."""
-
-    def __init__(self, rows: Any, numbers: np.ndarray, first: int = 0) -> None:
-        self.rows, self.numbers, self.first = rows, numbers, first
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> Any:
-        row = self.rows[int(self.numbers[index])]
-        return {**row, "row_id": row["row_id"] + self.first}

@@ -15,11 +15,11 @@ import torch
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.schema import DrafterOptions, PretrainOptions
-from edgespec_recipes.data.token_rows import Batch, Rows, text_blocks, tokens_to_read
+from edgespec_recipes.data.token_rows import Batch, Rows, Shuffled, text_blocks, tokens_to_read
 from edgespec_recipes.losses.label_loss import label_losses
 from edgespec_recipes.models.initialise import initial_drafter
 from edgespec_recipes.models.loading import check_context, load_tokenizer
-from edgespec_recipes.training.trainer import finish, train
+from edgespec_recipes.training.trainer import save_whole, train
 
 
 def next_token_losses(model: Any, batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
@@ -48,19 +48,12 @@ def pretrain(
     tokenizer = load_tokenizer(target_folder)
     check_context("pretrain.context", options.context, [shape])
     # without steps the first weights may still be chosen by the text
-    rows = max(1, options.steps * options.batch_size)
-    wanted = tokens_to_read(options.text, rows * options.context)
+    wanted = tokens_to_read(options.text, max(1, options.steps * options.batch_size) * options.context)
     blocks = text_blocks(options.text, tokenizer, options.context, out / "text", tokens=wanted)
     model = initial_drafter(shape, drafter, target_folder, tokenizer, seed, blocks)
-    counts = train(
-        model,
-        Rows({"input_ids": blocks, "row_id": np.arange(len(blocks))}),
-        next_token_losses,
-        out,
-        options,
-        seed=seed,
-        label="pretrain the drafter",
-    )
-    finish(model, target_folder, out)
+    rows = Rows({"input_ids": blocks, "row_id": np.arange(len(blocks))})
+    order = Shuffled(rows, options.steps * options.batch_size, seed)
+    counts = train(model, order, next_token_losses, out, options, seed=seed, label="pretrain the drafter")
+    save_whole(model, target_folder, out / "model")
     made = ModelShape.from_config(read_config(out / "model"))
     return {"parameters": made.parameters, "text_tokens": int(blocks.size), **counts}

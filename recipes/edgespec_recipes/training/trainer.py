@@ -27,19 +27,13 @@ from edgespec.core.files import writing
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import TrainingOptions
 from edgespec.stages.stage import CHECKPOINTS
-from edgespec_recipes.data.token_rows import Batch, Shuffled
+from edgespec_recipes.data.token_rows import Batch
 from edgespec_recipes.models.loading import quiet, save_model
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.memory import freed_memory_kept
-from edgespec_recipes.parallel.precision import Precision, choose_precision
+from edgespec_recipes.parallel.precision import choose_precision
 from edgespec_recipes.parallel.sharding import shard_on_cpu, to_train, trainer_settings, whole, whole_values
-from edgespec_recipes.training.checkpoints import (
-    DIVERGED,
-    check_size,
-    keep_diverged,
-    latest_checkpoint,
-    mark_complete,
-)
+from edgespec_recipes.training import checkpoints
 from edgespec_recipes.training.curves import plot_curves
 from edgespec_recipes.training.training_log import LOG, TrainingLog, Watch, rows_until
 
@@ -81,22 +75,16 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
     """What the base class does not have: a loss function of ours, WarmupDecayLR, marked checkpoints, rows read in order."""
 
     def __init__(
-        self,
-        *,
-        loss_fn: LossFunction,
-        precision: Precision,
-        options: TrainingOptions,
-        out: Path,
-        log: TrainingLog,
-        **kwargs: Any,
+        self, loss_fn: LossFunction, options: TrainingOptions, out: Path, log: TrainingLog, **kwargs: Any
     ) -> None:
-        self.loss_fn, self.precision, self.options, self.out = loss_fn, precision, options, out
-        self.training_log, self.recent = log, list[float]()
+        self.loss_fn, self.options, self.out, self.training_log = loss_fn, options, out, log
+        self.recent: list[float] = []
         self.waiting: list[Batch] = []  # the micro-batches of a step that has not begun
         self.losses: Iterator[torch.Tensor] = iter(())
         self.values: list[float] = []  # of the step's micro-batches so far
         # base class: a loss function of the caller's own has divided by the whole step; it does not divide once more
         super().__init__(compute_loss_func=loss_fn, **kwargs)
+        self.precision = choose_precision(self.args.device)
         self.remove_callback(PrinterCallback)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -106,14 +94,12 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LambdaLR:
-        if self.lr_scheduler is None:  # type: ignore[has-type]
-            peak, warmup_steps = self.options.learning_rate, self.options.warmup_steps
-            floor = min(1.0, self.options.min_learning_rate / peak) if peak else 1.0
-            self.lr_scheduler = LambdaLR(
-                optimizer or self.optimizer,
-                lambda step: warmup_decay(step, num_training_steps, warmup_steps, floor),
-            )
-            self._created_lr_scheduler = True
+        peak, warmup_steps = self.options.learning_rate, self.options.warmup_steps
+        floor = min(1.0, self.options.min_learning_rate / peak) if peak else 1.0
+        self.lr_scheduler = LambdaLR(
+            optimizer or self.optimizer,
+            lambda step: warmup_decay(step, num_training_steps, warmup_steps, floor),
+        )
         return self.lr_scheduler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
@@ -155,11 +141,11 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
                 "row_ids": ids,
                 "recent_losses": self.recent,
             }
-            keep_diverged(self.out, weights, moments, batch, about)
+            checkpoints.keep_diverged(self.out, weights, moments, batch, about)
         named = f" on the rows {ids}" if ids else ""
         return (
             f"the loss is {value} at step {step} of {self.state.max_steps}{named}; model, optimizer and batch lie in "
-            f"{self.out / DIVERGED}. Lower learning_rate (now {self.options.learning_rate:g}) or raise warmup_steps "
+            f"{self.out / checkpoints.DIVERGED}. Lower learning_rate (now {self.options.learning_rate:g}) or raise warmup_steps "
             f"(now {self.options.warmup_steps}), then start in a new folder"
         )
 
@@ -175,7 +161,7 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
             processes.wait()  # every process writes its random states
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             if self.args.should_save:
-                mark_complete(folder)
+                checkpoints.mark_complete(folder)
             processes.wait()
 
 
@@ -239,7 +225,6 @@ def train(
     *,
     seed: int,
     label: str,
-    ordered: bool = False,
     watch: Watch | None = None,
     watch_steps: int = 0,
     keep: Callable[[int, Any], None] | None = None,
@@ -247,20 +232,20 @@ def train(
 ) -> dict[str, Any]:
     """Train `model` in place and return counts; go on from `out`/checkpoints if a run was killed.
 
-    `dataset[i]` is a mapping of arrays of one shape for all i, `input_ids` [context] among them. It is shuffled anew each
-    epoch, from `seed`; with `ordered` it is read as it is, and must hold at least steps x batch_size rows. `loss_fn` (see
-    LossFunction) gets stacked rows on the model's device under autocast; what its `scalars()` gives (if it has that) goes
-    into the log. Every `watch_steps` steps `watch(model)` is measured, every `keep_steps` steps `keep(step, model)` is
-    called, both in every process. AdamW (betas 0.9, 0.98; no decay on norms and biases).
+    `dataset[i]` is a mapping of arrays of one shape for all i, `input_ids` [context] among them. It is read in its order,
+    and must hold at least steps x batch_size rows. `loss_fn` (see LossFunction) gets stacked rows on the model's device under
+    autocast; what its `scalars()` gives (if it has that) goes into the log. Every `watch_steps` steps `watch(model)` is measured,
+    every `keep_steps` steps `keep(step, model)` is called, both in every process. AdamW (betas 0.9, 0.98; no decay on norms and
+    biases).
 
-    The caller ends with `finish`, which saves the model; the last checkpoint stays until `run_stage` has marked the stage as
-    done, so a kill in between costs nothing. Raises TrainingDiverged where the loss is NaN or infinite: it names the step and
+    The caller ends with `save_whole`; the last checkpoint stays until `run_stage` has marked the stage as done, so a kill in
+    between costs nothing. Raises TrainingDiverged where the loss is NaN or infinite: it names the step and
     the rows, and model, optimizer and batch lie in `out`/diverged.
     """
     steps, batch_size = options.steps, options.batch_size
     if not steps:
         return {"steps": 0, "tokens": 0, "train_seconds": 0.0}
-    if ordered and len(dataset) < steps * batch_size:
+    if len(dataset) < steps * batch_size:
         raise InputError(
             f"the data have {len(dataset)} rows; {steps} steps of {batch_size} need {steps * batch_size}"
         )
@@ -268,28 +253,26 @@ def train(
     processes.start()
     out.mkdir(parents=True, exist_ok=True)
     with processes.first():
-        checkpoint = latest_checkpoint(out)
+        checkpoint = checkpoints.latest_checkpoint(out)
     if checkpoint:
-        check_size(checkpoint, model)
+        checkpoints.check_size(checkpoint, model)
     done = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
     rows = rows_until(out / LOG, done)
     arguments = _arguments(out, options, seed)
-    precision = choose_precision(arguments.device)
     use_cache = model.config.use_cache
     with progress(label, steps, done=done) as bar:
         scalars = getattr(loss_fn, "scalars", dict)
         log = TrainingLog(out / LOG, bar, rows, scalars=scalars, watch=watch, watch_steps=watch_steps)
         trainer = _Trainer(
+            loss_fn,
+            options,
+            out,
+            log,
             model=to_train(model),
             args=arguments,
-            train_dataset=dataset if ordered else Shuffled(dataset, steps * batch_size, seed),
+            train_dataset=dataset,
             data_collator=collate,
             callbacks=[log, *([_Keep(keep, keep_steps)] if keep and keep_steps else [])],
-            loss_fn=loss_fn,
-            precision=precision,
-            options=options,
-            out=out,
-            log=log,
         )
         with closing(log), freed_memory_kept():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -307,8 +290,8 @@ def train(
         "loss_last": rows[-1]["loss"],
         "alpha_last": rows[-1].get("alpha"),  # of the held-out rows, where they are watched: the last step is
         "processes": processes.world(),
-        "precision": precision.name,
-        "precision_reason": precision.reason,
+        "precision": trainer.precision.name,
+        "precision_reason": trainer.precision.reason,
     }
 
 
@@ -318,8 +301,3 @@ def save_whole(model: Any, tokenizer_folder: Path, out: Path) -> None:
     if not processes.rank():
         save_model(plain, tokenizer_folder, out)
     processes.wait()
-
-
-def finish(model: Any, tokenizer_folder: Path, out: Path) -> None:
-    """Save the trained model as `out`/model. The checkpoints stay until the stage is marked as done."""
-    save_whole(model, tokenizer_folder, out / "model")

@@ -24,7 +24,7 @@ from edgespec_recipes.models.loading import (
 from edgespec_recipes.models.packing import packing_of
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.training.objective import Objective
-from edgespec_recipes.training.trainer import finish, train
+from edgespec_recipes.training.trainer import save_whole, train
 
 
 def tune_target(
@@ -56,9 +56,8 @@ def tune_target(
         options,
         seed=seed,
         label="tune the target",
-        ordered=True,
     )
-    finish(target, target_folder, out)
+    save_whole(target, target_folder, out / "model")
     return {
         **counts,
         **packing.record(),

@@ -80,12 +80,16 @@ def rows() -> Rows:
     return Rows({"input_ids": ids, "row_id": np.arange(30)})
 
 
-def run(out: Path, *, ordered: bool = False, layers: int = 1, **changes: Any) -> dict[str, object]:
+def in_order(options: TrainingOptions = OPTIONS) -> Shuffled:
+    return Shuffled(rows(), options.steps * options.batch_size, SEED)
+
+
+def run(out: Path, *, layers: int = 1, **changes: Any) -> dict[str, object]:
     """Train the small model in `out` and save its weights there: what the killed process below runs."""
     model = small_model(layers)
     options = replace(OPTIONS, **changes)
     counts = trainer.train(
-        model, rows(), next_token_losses, out, options, seed=SEED, label="train", ordered=ordered
+        model, in_order(options), next_token_losses, out, options, seed=SEED, label="train"
     )
     torch.save(model.state_dict(), out / "weights.pt")
     return counts
@@ -201,7 +205,7 @@ def test_a_clock_that_is_set_back_costs_no_checkpoint(
         os.utime(folder, (time.time() + 86_400, time.time() + 86_400 - int(folder.name[11:])))
 
     mark_complete = checkpoints.mark_complete
-    monkeypatch.setattr(trainer, "mark_complete", from_tomorrow)
+    monkeypatch.setattr(checkpoints, "mark_complete", from_tomorrow)
     with pytest.raises(KeyboardInterrupt):
         run_until(tmp_path, 18)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
@@ -231,7 +235,7 @@ def run_until(out: Path, step: int) -> None:
             raise KeyboardInterrupt
         return next_token_losses(model, batches)
 
-    trainer.train(small_model(), rows(), loss, out, OPTIONS, seed=SEED, label="train")
+    trainer.train(small_model(), in_order(), loss, out, OPTIONS, seed=SEED, label="train")
 
 
 def test_a_checkpoint_of_another_drafter_is_refused(tmp_path: Path) -> None:
@@ -291,7 +295,7 @@ def test_diverging_loss_stops_and_leaves_what_shows_why(tmp_path: Path) -> None:
     with pytest.raises(
         trainer.TrainingDiverged, match=r"loss is nan at step 8 of 24 on the rows \[.*learning_rate"
     ) as caught:
-        trainer.train(small_model(), rows(), loss, tmp_path, OPTIONS, seed=SEED, label="train")
+        trainer.train(small_model(), in_order(), loss, tmp_path, OPTIONS, seed=SEED, label="train")
     about = json.loads((tmp_path / "diverged" / "state.json").read_text())
     assert (about["step"], about["loss"], len(about["recent_losses"])) == (8, "nan", 7)
     assert str(about["row_ids"]) in str(caught.value)
@@ -318,7 +322,7 @@ def test_micro_batches_take_the_same_step(tmp_path: Path, monkeypatch: pytest.Mo
         out = tmp_path / str(micro)
         trainer.train(
             model,
-            rows(),
+            in_order(options),
             next_token_losses,
             out,
             replace(options, micro_batch_size=micro),
@@ -356,9 +360,9 @@ def test_no_steps_leave_the_model_as_it_is(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_ordered_data_must_suffice(tmp_path: Path) -> None:
+def test_data_must_suffice(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="30 rows; 24 steps of 4 need 96"):
-        run(tmp_path, ordered=True)
+        trainer.train(small_model(), rows(), next_token_losses, tmp_path, OPTIONS, seed=SEED, label="train")
 
 
 def test_terminal_shows_our_bar_only(

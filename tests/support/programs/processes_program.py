@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.data.token_rows import Batch, Rows
+from edgespec_recipes.data.token_rows import Batch, Rows, Shuffled
 from edgespec_recipes.generating.response_shards import write_shard
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel import processes
@@ -77,8 +77,9 @@ def pretraining(models: Path, out: Path, loss_fn: trainer.LossFunction) -> None:
     model = load_model(models / "drafter")
     ids = np.random.default_rng(1).integers(0, VOCABULARY, (30, 32)).astype(np.uint16)
     rows = Rows({"input_ids": ids, "row_id": np.arange(len(ids))})
-    trainer.train(model, rows, loss_fn, out, TrainingOptions(**TRAINING), seed=3, label="train")
-    trainer.finish(model, models / "target", out)
+    order = Shuffled(rows, STEPS * TRAINING["batch_size"], 3)
+    trainer.train(model, order, loss_fn, out, TrainingOptions(**TRAINING), seed=3, label="train")
+    trainer.save_whole(model, models / "target", out / "model")
 
 
 def float32(device: torch.device) -> Precision:
