@@ -67,7 +67,7 @@ def measure(
     before, start = peak_bytes(), time.monotonic()
     with torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext():
         if variant == "plain":
-            loss = loss_of(logits_at(model, keep, input_ids=tokens), head(states)).mean()
+            loss = loss_of.per_token(logits_at(model, keep, input_ids=tokens), head(states)).mean()
         else:
 
             def inside(hidden: torch.Tensor, its_head: Any) -> torch.Tensor:
@@ -75,10 +75,10 @@ def measure(
                     return hidden.float().square().mean()
                 weights = torch.full((len(hidden),), 1.0 / len(hidden))
                 rows, given = output_rows(states, head), {}
-                if loss_of.takes:  # as a distillation's first look does
+                if loss_of.scope != "token":  # as a distillation's first look does
                     counts = output_values([rewarded], hidden, its_head, rows, chunk)[0]
                     given["reward_mean"] = (counts.mean() / vocabulary).expand(len(hidden))
-                return output_loss(loss_of, hidden, its_head, rows, weights, chunk, given)
+                return output_loss(loss_of.per_token, hidden, its_head, rows, weights, chunk, given)
 
             loss = in_output_layer(model, keep, {"input_ids": tokens}, inside)
     loss.backward()

@@ -29,7 +29,7 @@ from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
 from edgespec_recipes.generating.file_target import FileTarget, locate
 from edgespec_recipes.generating.response_shards import about_file
 from edgespec_recipes.generating.server_target import ServerTarget
-from edgespec_recipes.losses.losses import Divergence
+from edgespec_recipes.losses.output_loss import PerToken
 from edgespec_recipes.losses.target_rows import live_rows
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.models.low_memory import load_target
@@ -131,7 +131,7 @@ class _TorchTarget:
                 logits_of = live_rows(self.model, batch["compared"], inputs_of(batch))(None)
                 for at in range(0, ends[-1], CHUNK):
                     chunk = slice(at, min(at + CHUNK, ends[-1]))
-                    records[chunk] = records_of(logits_of(chunk, torch.empty(0)), top_k)
+                    records[chunk] = records_of(logits_of(chunk), top_k)
             yield from np.split(records, ends[:-1])
 
 
@@ -361,7 +361,7 @@ def store_error(
     drafter: Any,
     rows: Any,
     row_ids: Sequence[int],
-    functions: Mapping[str, Divergence],
+    functions: Mapping[str, PerToken],
 ) -> dict[str, dict[str, float]]:
     """`top_k.divergence_errors` of the store against the live target, over the first compared positions of some rows.
 
@@ -375,5 +375,5 @@ def store_error(
         )
     if columns is not None:
         live, draft = live[:, columns], draft[:, columns]
-    stored = store.rows(row_ids, device, columns)(slice(len(draft)), draft)
+    stored = store.rows(row_ids, device, columns)(slice(len(draft)))
     return divergence_errors(functions, draft, live, stored)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from edgespec_recipes.data.token_rows import Batch
-from edgespec_recipes.losses.losses import Divergence, nll
+from edgespec_recipes.losses.losses import nll
 from edgespec_recipes.losses.output_loss import TargetRows, in_output_layer, output_loss
 from edgespec_recipes.losses.whole_batch import mean_weights, positions_of
 
@@ -24,15 +24,15 @@ def label_losses(
     """Cross-entropy of the next tokens, a micro-batch at a time; their sum, averaged over the processes, is the step's mean.
 
     Micro-batches have input_ids [B, T] and compared [B, T] (positions whose next token counts), with mean "sequences" also
-    what Positions takes; `inputs_of` makes of one what the model is given. A drafter with a vocabulary of its own does not
+    what `positions_of` takes; `inputs_of` makes of one what the model is given. A drafter with a vocabulary of its own does not
     learn labels outside it.
     """
     columns = getattr(getattr(model, "module", model).get_output_embeddings(), "ids", None)
-    sides = [label_rows(labels_of(batch), columns) for batch in batches]
-    sequences = [positions_of(batch).sequence for batch in batches] if mean == "sequences" else None
-    weights = mean_weights([known for _, known in sides], sequences)
-    for batch, (rows, _), own in zip(batches, sides, weights, strict=True):
-        compute = partial(output_loss, Divergence(nll), target_rows=rows, weights=own)
+    targets, known = zip(*(label_rows(labels_of(batch), columns) for batch in batches), strict=True)
+    weights = mean_weights(torch.cat(known), positions_of(batches)[1] if mean == "sequences" else None)
+    of_batches = torch.split(weights, list(map(len, known)))
+    for batch, rows, own in zip(batches, targets, of_batches, strict=True):
+        compute = partial(output_loss, nll, target_rows=rows, weights=own)
         yield in_output_layer(model, batch["compared"], inputs_of(batch), compute)
 
 
@@ -48,6 +48,6 @@ def label_rows(labels: Tensor, columns: Tensor | None) -> tuple[TargetRows, Tens
     columns: the ids [V'] of the tokens that the drafter gives logits for, None where these are all.
     """
     if columns is None:
-        return lambda part, _: labels[part], torch.ones_like(labels, dtype=torch.bool)
+        return labels.__getitem__, torch.ones_like(labels, dtype=torch.bool)
     places = torch.searchsorted(columns, labels).clamp_max(len(columns) - 1)
-    return lambda part, _: places[part], columns[places] == labels
+    return places.__getitem__, columns[places] == labels

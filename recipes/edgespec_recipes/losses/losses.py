@@ -173,22 +173,15 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 class Divergence:
     """A per-token loss with its knobs bound.
 
-    scope: what a position's loss depends on: the token alone, its sequence or the batch (through TVD++'s μ).
-    sampled: each position's loss takes a random number.
+    per_token: loss [..] of draft logits [.., V] against target logits [.., V], or against token ids [..] with hard labels.
+    scope: what that depends on: the token alone, or through TVD++'s μ its sequence or the batch. Where it sees only a part of
+    these, it has to be given a `reward_mean`.
+    sampled: it takes a random number for each position, `noise`.
     """
 
     per_token: Callable[..., Tensor]
     scope: str = "token"
     sampled: bool = False
-
-    @property
-    def takes(self) -> tuple[str, ...]:
-        """What `per_token` has to be given for each position, where it sees only a part of the batch."""
-        return ("reward_mean",) * (self.scope != "token") + ("noise",) * self.sampled
-
-    def __call__(self, draft_logits: Tensor, target: Tensor) -> Tensor:
-        """Loss [..] of draft logits [.., V] against target logits [.., V], or against token ids [..] with hard labels."""
-        return self.per_token(draft_logits, target)
 
 
 def divergence(options: DistillOptions) -> Divergence:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
 from edgespec.core.errors import InputError
-from edgespec_recipes.losses.losses import Divergence
 from edgespec_recipes.models.packing import fitted
 
 CHUNK = 2**21  # logits at a time: at V = 32,000 the 64 rows that the products want
@@ -29,8 +27,8 @@ ACCELERATOR_CHUNK = 2**26  # smaller ones are computed before the next can be as
 RowNumbers = slice | Tensor
 """Row numbers: a slice, or where rows are left out an int64 tensor, ascending. Either indexes a tensor's first dimension."""
 
-TargetRows = Callable[[RowNumbers, Tensor], Tensor]
-"""(rows, the draft's logits of those rows [m, V]) -> the target's logits [m, V], or token ids [m] for hard labels."""
+TargetRows = Callable[[RowNumbers], Tensor]
+"""Rows -> the target's logits [m, V] there, or token ids [m] for hard labels."""
 
 PerToken = Callable[[Tensor, Tensor], Tensor]
 
@@ -97,32 +95,25 @@ def output_weights(head: Any) -> tuple[Tensor, Tensor | None]:
     return weight.to(dtype), None if bias is None else bias.detach().to(dtype)
 
 
-def _sizes(rows: int) -> int:
-    """The least of 1, 2, 4, ..., 64, 128, 192, ... that is not below `rows`."""
-    return -(-rows // 64) * 64 if rows > 64 else 1 << max(0, rows - 1).bit_length()
-
-
 def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """inputs [m, K] · weightᵀ [K, N] + bias [N].
 
     For every new m oneDNN compiles a bf16 product on a CPU and keeps up to a thousand of them, megabytes each, while every batch
-    has another number of positions. So rows of zeros fill it up to one of a few sizes. Products in float32 are not compiled.
+    has another number of positions. So rows of zeros fill it up to the next of 1, 2, 4, ..., 64, 128, 192, ... rows. Products in
+    float32 are not compiled.
     """
     rows = len(inputs)
     if inputs.device.type == "cpu" and inputs.dtype not in (torch.float32, torch.float64):
-        inputs = pad(inputs, (0, 0, 0, _sizes(rows) - rows))
+        size = -(-rows // 64) * 64 if rows > 64 else 1 << max(0, rows - 1).bit_length()
+        inputs = pad(inputs, (0, 0, 0, size - rows))
     return linear(inputs, weight, bias)[:rows]
 
 
 def output_rows(hidden: Tensor, head: Any) -> TargetRows:
-    """The target's logits, as they are asked for, from its hidden states [n, H] at the same positions and its output layer."""
+    """The logits, as they are asked for, of hidden states [n, H] and their output layer, without gradient."""
     weight, bias = output_weights(head)
     hidden = hidden.detach()
-
-    def rows_of(rows: RowNumbers, _: Tensor) -> Tensor:
-        return _product(hidden[rows].to(weight.dtype), weight, bias)
-
-    return rows_of
+    return lambda rows: _product(hidden[rows].to(weight.dtype), weight, bias)
 
 
 def _chunks(
@@ -139,7 +130,7 @@ def _chunks(
 
 
 def output_loss(
-    divergence: Divergence,
+    per_token: Callable[..., Tensor],
     hidden: Tensor,
     head: Any,
     target_rows: TargetRows,
@@ -153,14 +144,39 @@ def output_loss(
     the result is 0, with a gradient path. `hidden`, `head.weight` [V, H] and `head.bias` [V] (or None) get gradients. Under
     autocast the products are in its dtype, loss and sums in float32. `chunk` is how many logits live at a time (None: what suits
     the device). A factor belongs in the weights: multiplied to the result, it costs another [V, H] in the backward pass. `given`
-    has what `divergence.takes` names, one number [n] for each row (whole_batch.py).
+    has what else `per_token` takes by name, one number [n] for each row (whole_batch.py).
     """
+    leaves: tuple[Any, ...] = (hidden, head.weight, getattr(head, "bias", None))
+    learnt = [torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves]
+    wide = _loss_dtype(hidden)
+    of_hidden = torch.zeros_like(hidden) if learnt[0] else None
+    of_weight = torch.zeros_like(head.weight, dtype=wide) if learnt[1] else None
+    of_bias = torch.zeros_like(head.bias, dtype=wide) if learnt[2] else None
     weight, bias = output_weights(head)
-    rows = _chunks(hidden, len(weight), chunk, weights)
-    taken = {name: (given or {})[name] for name in divergence.takes}
-    job = _Job(divergence.per_token, taken, weight, bias, target_rows, weights, rows, torch.is_grad_enabled())
-    loss: Tensor = _HeadLoss.apply(hidden, head.weight, getattr(head, "bias", None), job)  # type: ignore[no-untyped-call]
-    return loss
+    value = torch.zeros((), dtype=wide, device=hidden.device)
+    with torch.no_grad():
+        for rows in _chunks(hidden, len(weight), chunk, weights):
+            inputs = hidden[rows].to(weight.dtype)
+            logits = _product(inputs, weight, bias)
+            target = target_rows(rows)
+            with torch.set_grad_enabled(any(learnt)):
+                own = {name: values[rows] for name, values in (given or {}).items()}
+                losses = per_token(logits.requires_grad_(any(learnt)), target, **own)
+                loss = (losses if weights is None else losses * weights[rows]).sum()
+            value += loss.detach()
+            if not any(learnt):
+                continue
+            (gradient,) = torch.autograd.grad(loss, logits)
+            if of_hidden is not None:
+                of_hidden[rows] = _product(gradient, weight.t()).to(hidden.dtype)
+            if of_weight is not None:
+                _add_product(of_weight, gradient, inputs)
+            if of_bias is not None:
+                of_bias += gradient.sum(0, dtype=wide)
+    gradients = zip((of_hidden, of_weight, of_bias), leaves, strict=True)
+    known = [None if gradient is None else gradient.to(leaf.dtype) for gradient, leaf in gradients]
+    found: Tensor = _Known.apply((value, known), *leaves)  # type: ignore[no-untyped-call]
+    return found
 
 
 def output_values(
@@ -171,12 +187,11 @@ def output_values(
     chunk: int | None = None,
 ) -> Tensor:
     """[len(functions), n]: per-token losses of all rows of `hidden` [n, H] in one pass, without gradient (token selection, α)."""
-    weight, bias = output_weights(head)
+    logits_of = output_rows(hidden, head)
     values = hidden.new_empty(len(functions), len(hidden), dtype=_loss_dtype(hidden))
     with torch.no_grad():
-        for rows in _chunks(hidden, len(weight), chunk):
-            logits = _product(hidden[rows].to(weight.dtype), weight, bias)
-            target = target_rows(rows, logits)
+        for rows in _chunks(hidden, len(head.weight), chunk):
+            logits, target = logits_of(rows), target_rows(rows)
             for value, function in zip(values, functions, strict=True):
                 value[rows] = function(logits, target)
     return values
@@ -186,54 +201,16 @@ def _loss_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What `_HeadLoss` needs beside the tensors that get gradients. `weight` and `bias` are in the dtype of the products."""
+class _Known(torch.autograd.Function):
+    """A value whose gradients are known already.
 
-    per_token: Callable[..., Tensor]
-    given: Mapping[str, Tensor]
-    weight: Tensor
-    bias: Tensor | None
-    target_rows: TargetRows
-    weights: Tensor | None
-    chunks: list[RowNumbers]
-    learn: bool
-
-
-class _HeadLoss(torch.autograd.Function):
-    """Takes the parameters themselves, so that autograd, tied embeddings and the hooks of DDP and FSDP see them as ever."""
+    Takes the parameters themselves, so that autograd, tied embeddings and the hooks of DDP and FSDP see them as ever.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job) -> Tensor:
-        wanted = [job.learn and needed for needed in ctx.needs_input_grad[:3]]
-        wide = _loss_dtype(hidden)
-        of_hidden = torch.zeros_like(hidden) if wanted[0] else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
-        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
-        value = torch.zeros((), dtype=wide, device=hidden.device)
-        for rows in job.chunks:
-            inputs = hidden[rows].to(job.weight.dtype)
-            logits = _product(inputs, job.weight, job.bias)
-            target = job.target_rows(rows, logits)
-            with torch.set_grad_enabled(any(wanted)):
-                given = {name: values[rows] for name, values in job.given.items()}
-                losses = job.per_token(logits.requires_grad_(any(wanted)), target, **given)
-                loss = (losses if job.weights is None else losses * job.weights[rows]).sum()
-            value += loss.detach()
-            if not any(wanted):
-                continue
-            (gradient,) = torch.autograd.grad(loss, logits)
-            if of_hidden is not None:
-                of_hidden[rows] = _product(gradient, job.weight.t()).to(hidden.dtype)
-            if of_weight is not None:
-                _add_product(of_weight, gradient, inputs)
-            if of_bias is not None:
-                of_bias += gradient.sum(0, dtype=wide)
-        ctx.save_for_backward(
-            of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
-        )
+    def forward(ctx: Any, known: tuple[Tensor, Sequence[Tensor | None]], *leaves: Tensor | None) -> Tensor:
+        value, gradients = known
+        ctx.save_for_backward(*gradients)
         return value
 
     @staticmethod
@@ -242,7 +219,7 @@ class _HeadLoss(torch.autograd.Function):
         saved = ctx.saved_tensors
         if scale != 1:  # otherwise the stored gradients themselves become the leaves': no second [V, H]
             saved = [None if gradient is None else gradient * scale.to(gradient.dtype) for gradient in saved]
-        return (*saved, None)
+        return (None, *saved)
 
 
 def _add_product(sums: Tensor, gradient: Tensor, inputs: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The target's side of a batch, a few rows of logits at a time: from a live model, or from it and a store.
 
-TargetRows(rows, draft_logits) gives what a divergence compares the draft's logits of these positions with. Knows no losses.
+TargetRows(rows) gives what a divergence compares the draft's logits of these positions with. Knows no losses.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgespec_recipes.losses.output_loss import RowNumbers, TargetRows, forward_replaced, output_rows
-from edgespec_recipes.models.packing import fitted
+from edgespec_recipes.losses.output_loss import RowNumbers, TargetRows, in_output_layer, output_rows
 
 
 def _after_head(config: Any) -> Callable[[Tensor], Tensor]:
@@ -31,17 +30,15 @@ def _after_head(config: Any) -> Callable[[Tensor], Tensor]:
 
 def hidden_at(model: Any, keep: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Any]:
     """(the inputs [n, H] of the output layer at the n positions of `keep` [B, T], the output layer), without gradient."""
-    head = model.get_output_embeddings()
-    found: list[Tensor] = []
+    found: list[tuple[Tensor, Any]] = []
 
-    def note(hidden: Tensor) -> Tensor:
-        found.append(hidden[keep])
-        return hidden[:, :1]  # nobody looks at the logits
+    def note(hidden: Tensor, head: Any) -> Tensor:
+        found.append((hidden, head))
+        return hidden[None, :1]  # nobody looks at the logits
 
-    given = fitted(model, inputs)
-    with torch.no_grad(), forward_replaced(head, note):
-        model(**given, use_cache=False)
-    return found[0], head
+    with torch.no_grad():
+        in_output_layer(model, keep, inputs, note)
+    return found[0]
 
 
 def live_rows(
@@ -61,8 +58,8 @@ def live_rows(
         logits_of = output_rows(waiting.to(device), head)
 
         @torch.no_grad()
-        def rows(part: RowNumbers, draft_logits: Tensor) -> Tensor:
-            logits = finish(logits_of(part, draft_logits))
+        def rows(part: RowNumbers) -> Tensor:
+            logits = finish(logits_of(part))
             return logits if columns is None else logits[:, columns]
 
         return rows
@@ -75,12 +72,11 @@ def join_rows(first: TargetRows, second: TargetRows, is_second: Tensor) -> Targe
     # each one's number in its own source
     place = torch.where(is_second, is_second.cumsum(0), (~is_second).cumsum(0)) - 1
 
-    def rows(part: RowNumbers, draft_logits: Tensor) -> Tensor:
+    def rows(part: RowNumbers) -> Tensor:
         theirs, at = is_second[part], place[part]
-        logits = torch.empty_like(draft_logits, dtype=torch.float32, requires_grad=False)
-        for source, mine in ((first, ~theirs), (second, theirs)):
-            if mine.any():
-                logits[mine] = source(at[mine], draft_logits[mine]).float()
+        of_first, of_second = first(at[~theirs]).float(), second(at[theirs]).float()
+        logits = of_first.new_empty(len(at), of_first.shape[-1])
+        logits[~theirs], logits[theirs] = of_first, of_second
         return logits
 
     return rows

@@ -88,7 +88,7 @@ def target_rows_of(
         column_of[ids.to(device)] = torch.arange(len(ids), device=device)
         columns = column_of[columns]
 
-    def target_rows(part: RowNumbers, draft_logits: Tensor) -> Tensor:
+    def target_rows(part: RowNumbers) -> Tensor:
         width = vocab_size if ids is None else len(ids)
         return expand(columns[part], log_p[part].float(), log_rest[part].float(), width, vocab_size)
 

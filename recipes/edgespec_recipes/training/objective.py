@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from edgespec.recipe.schema import DistillOptions
 from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.data.token_rows import Batch, inputs_of
 from edgespec_recipes.generating.on_policy import write_own_responses
+from edgespec_recipes.losses import whole_batch
 from edgespec_recipes.losses.label_loss import label_losses, labels_of
 from edgespec_recipes.losses.losses import divergence, fkl, rewarded
 from edgespec_recipes.losses.output_loss import (
@@ -39,15 +40,6 @@ from edgespec_recipes.losses.output_loss import (
     output_values,
 )
 from edgespec_recipes.losses.target_rows import hidden_at, join_rows, live_rows
-from edgespec_recipes.losses.whole_batch import (
-    LOSS,
-    Positions,
-    SelectedTokens,
-    Terms,
-    loss_terms,
-    noise,
-    positions_of,
-)
 from edgespec_recipes.parallel.sharding import whole
 from edgespec_recipes.stored.top_k import Store
 
@@ -58,12 +50,12 @@ RowsFor = Callable[[Tensor | None], TargetRows]
 
 @dataclass
 class _Part:
-    """A micro-batch of a step, and what is known of it so far."""
+    """A micro-batch of a step, and what is known of it so far; seen: by name, what a first look gave of each position [n]."""
 
     batch: Batch
-    places: Positions
     target: RowsFor | None = None
-    terms: Terms | None = None
+    seen: dict[str, Tensor] = field(default_factory=dict)
+    terms: whole_batch.Terms | None = None
 
     def rows(self, head: Any) -> TargetRows:
         """The target's rows, as far as a drafter with this output layer knows the tokens."""
@@ -104,17 +96,14 @@ class Objective:
         reference: Any | None = None,
     ) -> None:
         self.target, self.reference, self.store = target, reference, store
-        self.hard = options.labels == "hard"
+        self.options, self.seed = options, seed
         self.divergence = self.main = divergence(options)
         self.last = divergence(replace(options, divergence=options.finish)) if options.finish else self.main
         self.last_from_slot = math.ceil((1 - FINISH) * options.steps) * options.batch_size
-        self.fraction = options.select_fraction if reference is not None else 1.0
-        self.selects = self.fraction < 1
-        self.mean, self.seed = options.mean, seed
+        self.selects = options.select_fraction < 1 and reference is not None
         assert target is not None or store is not None
         size = target.config.vocab_size if target is not None else store.vocab_size  # type: ignore[union-attr]
-        self.tokens = SelectedTokens(size)
-        self.writes = options.student_fraction > 0
+        self.tokens = whole_batch.SelectedTokens(size)
         self.write = partial(
             write_own_responses, temperature=options.student_temperature, stops=stops, seed=seed
         )
@@ -123,17 +112,16 @@ class Objective:
         """The loss of each micro-batch of a step; their sum, averaged over the processes, is the step's mean divergence."""
         if self.last is not self.main:
             self.divergence = self.last if int(batches[0]["slot"][0]) >= self.last_from_slot else self.main
-        if self.writes:
+        if self.options.student_fraction > 0:
             draft = whole(model)
             batches = [self.write(draft, batch) for batch in batches]
-        if self.hard:
-            return label_losses(model, batches, inputs_of, self.mean)
+        if self.options.labels == "hard":
+            return label_losses(model, batches, inputs_of, self.options.mean)
         return self._losses(model, batches)
 
     def _losses(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
-        step = [_Part(batch, positions_of(batch)) for batch in batches]
-        looks = self.selects or self.divergence.scope != "token"  # at all logits, before the first gradient
-        for part in step[1:] if looks else ():
+        step = [_Part(batch) for batch in batches]
+        for part in step[1:] if self._asked() else ():
             part.target = self.target_rows(part.batch, set_aside=True)
             with torch.no_grad():
                 _run(model, part.batch, partial(self._look, part))
@@ -142,32 +130,36 @@ class Objective:
             yield _run(model, part.batch, partial(self._loss, step, part))
             part.target = None
 
+    def _asked(self) -> dict[str, PerToken]:
+        """What the loss needs to know of all positions of a step before the first gradient."""
+        selection: dict[str, PerToken] = {"excess": fkl} if self.selects else {}
+        return selection | ({"rewarded": rewarded} if self.divergence.scope != "token" else {})
+
     def _look(self, part: _Part, hidden: Tensor, head: Any) -> Tensor:
         """Look ahead at a micro-batch, in the place of its output layer."""
         self._survey(part, hidden, head, part.rows(head))
         return hidden[:1]  # nobody looks at the logits
 
     def _survey(self, part: _Part, hidden: Tensor, head: Any, rows: TargetRows) -> None:
-        """Note what the loss needs of the drafter's hidden states [n, H] at the compared positions."""
-        functions = [fkl] * self.selects + [rewarded] * (self.divergence.scope != "token")
-        if not functions:
-            return
-        values = dict(zip(functions, output_values(functions, hidden, head, rows), strict=True))
-        part.places.rewarded = values.get(rewarded)
+        """Note what is asked of the drafter's hidden states [n, H] at the compared positions."""
+        if asked := self._asked():
+            values = output_values(list(asked.values()), hidden, head, rows)
+            part.seen = dict(zip(asked, values, strict=True))
         if self.selects:
             reference = hidden_at(self.reference, part.batch["compared"], inputs_of(part.batch))
-            part.places.excess = values[fkl] - output_values([fkl], *reference, rows)[0]
+            part.seen["excess"] = part.seen["excess"] - output_values([fkl], *reference, rows)[0]
 
     def _loss(self, step: Sequence[_Part], part: _Part, hidden: Tensor, head: Any) -> Tensor:
         """The share of one micro-batch in the step's mean, in the place of its output layer."""
         rows = part.rows(head)
         if part.terms is None:  # it is the first one: all others are known
             self._survey(part, hidden, head, rows)
-            found = loss_terms(
-                [each.places for each in step],
+            found = whole_batch.loss_terms(
+                [each.batch for each in step],
+                **{name: torch.cat([each.seen[name] for each in step]) for name in part.seen},
                 scope=self.divergence.scope,
-                fraction=self.fraction,
-                mean=self.mean,
+                fraction=self.options.select_fraction,
+                mean=self.options.mean,
                 vocabulary=len(head.weight),
             )
             for each, terms in zip(step, found, strict=True):
@@ -177,10 +169,12 @@ class Objective:
         if part.terms.reward_mean is not None:
             given["reward_mean"] = part.terms.reward_mean
         if self.divergence.sampled:
-            given["noise"] = noise(self.seed, part.batch["slot"], compared.shape[1], LOSS)[compared]
+            given["noise"] = whole_batch.noise(
+                self.seed, part.batch["slot"], compared.shape[1], whole_batch.LOSS
+            )[compared]
         if self.selects:
             self.tokens.add(labels_of(part.batch), part.terms.kept)
-        return output_loss(self.divergence, hidden, head, rows, part.terms.weights, given=given)
+        return output_loss(self.divergence.per_token, hidden, head, rows, part.terms.weights, given=given)
 
     def target_rows(self, batch: Batch, *, set_aside: bool = False) -> RowsFor:
         """The target's distributions at the compared positions; `set_aside`: see live_rows."""
@@ -221,14 +215,12 @@ class Objective:
 
         A drafter whose tokens are a part of the target's has -inf for the others.
         """
-        target_rows, found = self.target_rows(batch)(None), list[Tensor]()
+        rows, found = self.target_rows(batch)(None), list[Tensor]()
 
         def note(hidden: Tensor, head: Any) -> Tensor:
             spread = getattr(head, "spread", lambda logits: logits)
             wide = [partial(_of_all, function, spread) for function in functions]
-            found.append(
-                output_values(wide, hidden, head, lambda part, logits: target_rows(part, spread(logits)))
-            )
+            found.append(output_values(wide, hidden, head, rows))
             return hidden[:1]
 
         with torch.no_grad():

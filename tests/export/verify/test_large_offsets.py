@@ -218,7 +218,7 @@ def test_a_top_k_store_beyond_31_bits_of_values(tmp_path: Path, monkeypatch: pyt
         target_store, "whole_shard", lambda folder, number: {"positions": positions}
     )  # 9 GB of holes to hash
     store = StoredTargets(tmp_path)
-    rows = store.rows([2], torch.device("cpu"))(slice(None), torch.empty(0))
+    rows = store.rows([2], torch.device("cpu"))(slice(None))
     assert rows.shape == (last, 32_000)
     for place in range(last):
         most = rows[place].topk(top_k).indices.sort().values

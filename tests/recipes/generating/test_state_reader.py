@@ -178,12 +178,12 @@ def test_a_file_of_other_weights_is_refused(folder: Path, tmp_path: Path) -> Non
 def test_joined_rows_are_those_of_their_folders(folder: Path, written: Path, tmp_path: Path) -> None:
     read(folder, tmp_path / "read")
     parts = [WrittenRows(written, CONTEXT), WrittenRows(tmp_path / "read", CONTEXT)]
-    joined, draft = JoinedRows(*parts), torch.zeros(1, 512)
+    joined = JoinedRows(*parts)
     numbered = [(part, row) for part in parts for row in range(len(part))]
     for number, (part, row) in enumerate(numbered):
         some = slice(0, 3)
-        wanted = part.rows([row], torch.device("cpu"))(some, draft)
-        assert torch.equal(joined.rows([number], torch.device("cpu"))(some, draft), wanted)
+        wanted = part.rows([row], torch.device("cpu"))(some)
+        assert torch.equal(joined.rows([number], torch.device("cpu"))(some), wanted)
     assert len(numbered) > len(parts)
     other = make_model_folder(tmp_path / "other" / TARGET, context=256, seed=5)
     source = str(folder / "answered.jsonl")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from edgespec_recipes.generating.decoding import logits_at
-from edgespec_recipes.losses.losses import Divergence, fkl, jsd
+from edgespec_recipes.losses.losses import fkl, jsd
 from edgespec_recipes.losses.output_loss import in_output_layer, output_loss
 from edgespec_recipes.models.vocabulary import restrict
 from edgespec_runtime.engines.vocabulary import Vocabulary
@@ -28,7 +28,7 @@ INPUTS = {"input_ids": TOKENS}
 
 
 def loss_in(hidden: Tensor, head: Any) -> Tensor:
-    return output_loss(Divergence(jsd), hidden, head, lambda rows, _: TARGET[rows], chunk=60 * 4)
+    return output_loss(jsd, hidden, head, lambda rows: TARGET[rows], chunk=60 * 4)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -119,9 +119,7 @@ def test_a_head_of_some_tokens_only() -> None:
     models = [restrict(llama(True), vocabulary, torch.ones(60).numpy()) for _ in range(2)]
 
     def restricted(hidden: Tensor, head: Any) -> Tensor:
-        return output_loss(
-            Divergence(fkl), hidden, head, lambda rows, _: TARGET[rows][:, head.ids], chunk=len(ids) * 4
-        )
+        return output_loss(fkl, hidden, head, lambda rows: TARGET[rows][:, head.ids], chunk=len(ids) * 4)
 
     loss = in_output_layer(models[0], KEEP, INPUTS, restricted)
     loss.backward()

@@ -42,19 +42,20 @@ def gradient(function, draft: Tensor, target: Tensor) -> Tensor:  # type: ignore
 def test_the_recipe_names_what_there_is() -> None:
     assert tuple(LOSSES) == DIVERGENCES
     draft, target = pair(3, 7)
-    skewed = divergence(DistillOptions(divergence="jsd", jsd_beta=0.2))(draft, target)
+    skewed = divergence(DistillOptions(divergence="jsd", jsd_beta=0.2)).per_token(draft, target)
     torch.testing.assert_close(skewed, jsd(draft, target, beta=0.2))
     assert not torch.allclose(skewed, jsd(draft, target))
     for name, options in zip(NAMES, EVERY, strict=True):
         of_others, drawn = name.endswith(("-batch", "-sequence")), "-sampled-" in name
-        assert divergence(options).takes == ("reward_mean",) * of_others + ("noise",) * drawn
+        assert divergence(options).sampled == drawn
+        assert (divergence(options).scope != "token") == of_others
 
 
 @pytest.mark.parametrize("options", EVERY, ids=NAMES)
 def test_unreduced_float32_and_no_gradient_to_the_target(options: DistillOptions) -> None:
     draft = logits(3, 5, 17).bfloat16().requires_grad_()
     target = logits(3, 5, 17, seed=1).bfloat16().requires_grad_()
-    loss = divergence(options)(draft, target)
+    loss = divergence(options).per_token(draft, target)
     assert loss.shape == (3, 5)
     assert loss.dtype == torch.float32
     loss.sum().backward()
@@ -66,9 +67,9 @@ def test_unreduced_float32_and_no_gradient_to_the_target(options: DistillOptions
 @pytest.mark.parametrize("options", EVERY, ids=NAMES)
 def test_equal_inputs_give_zero_loss_and_gradient(options: DistillOptions) -> None:
     same = logits(4, 9)
-    torch.testing.assert_close(divergence(options)(same, same), torch.zeros(4), atol=1e-6, rtol=0)
+    torch.testing.assert_close(divergence(options).per_token(same, same), torch.zeros(4), atol=1e-6, rtol=0)
     torch.testing.assert_close(
-        gradient(divergence(options), same, same), torch.zeros(4, 9), atol=1e-6, rtol=0
+        gradient(divergence(options).per_token, same, same), torch.zeros(4, 9), atol=1e-6, rtol=0
     )
 
 
@@ -76,8 +77,8 @@ def test_equal_inputs_give_zero_loss_and_gradient(options: DistillOptions) -> No
 def test_never_negative(options: DistillOptions) -> None:
     draft, target = pair(200, 31, dtype=torch.float32)
     near = target + 1e-3 * draft
-    assert (divergence(options)(draft, target) > 0).all()
-    assert (divergence(options)(near, target) > -1e-6).all()
+    assert (divergence(options).per_token(draft, target) > 0).all()
+    assert (divergence(options).per_token(near, target) > -1e-6).all()
 
 
 @pytest.mark.parametrize("options", EVERY, ids=NAMES)
@@ -88,7 +89,7 @@ def test_gradient_by_finite_differences(options: DistillOptions) -> None:
 
     def value(given: Tensor) -> Tensor:
         torch.manual_seed(3)
-        return divergence(options)(given, target)
+        return divergence(options).per_token(given, target)
 
     assert torch.autograd.gradcheck(value, draft.requires_grad_())
 
@@ -100,8 +101,8 @@ def test_tokens_the_target_never_says(options: DistillOptions) -> None:
     target[:2, 5:] = -math.inf
     target[2:] = -math.inf
     target[2:, 3] = 0.0
-    assert divergence(options)(draft, target).isfinite().all()
-    assert gradient(divergence(options), draft, target).isfinite().all()
+    assert divergence(options).per_token(draft, target).isfinite().all()
+    assert gradient(divergence(options).per_token, draft, target).isfinite().all()
 
 
 def test_one_hot_targets_by_hand() -> None:
@@ -120,7 +121,7 @@ def test_one_hot_targets_by_hand() -> None:
 
 def test_labels_are_cross_entropy() -> None:
     draft, labels = logits(2, 5, 9), torch.randint(9, (2, 5), generator=torch.Generator().manual_seed(0))
-    loss = divergence(DistillOptions(labels="hard", divergence="fkl"))
+    loss = divergence(DistillOptions(labels="hard", divergence="fkl")).per_token
     wanted = torch.nn.functional.cross_entropy(draft.flatten(0, 1), labels.flatten(), reduction="none")
     torch.testing.assert_close(loss(draft, labels).flatten(), wanted)
 

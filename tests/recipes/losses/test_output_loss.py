@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from edgespec_recipes.losses.losses import Divergence, divergence, fkl, reward, tvd
+from edgespec_recipes.losses.losses import divergence, fkl, reward, tvd
 from edgespec_recipes.losses.output_loss import RowNumbers, output_loss, output_rows, output_values
 from loss_cases import EVERY, NAMES, logits
 from torch import Tensor, nn
@@ -46,18 +46,20 @@ class Case:
 
     def chunked(self, options: DistillOptions, weights: Tensor | None = None, rows: int = 3) -> Tensor:
         chunk, given = rows * VOCABULARY, self.given(options, weights)
-        return output_loss(divergence(options), self.hidden, self.head, self.rows, weights, chunk, given)
+        loss = divergence(options).per_token
+        return output_loss(loss, self.hidden, self.head, self.rows, weights, chunk, given)
 
     def given(self, options: DistillOptions, weights: Tensor | None = None) -> dict[str, Tensor]:
         """What each row takes from the others: all of them are one sequence."""
         kept = slice(None) if weights is None else weights != 0
-        found = {"noise": self.noise}
-        if divergence(options).scope != "token":
+        loss = divergence(options)
+        found = {"noise": self.noise} if loss.sampled else {}
+        if loss.scope != "token":
             mean = reward(self.head(self.hidden)[kept], self.target[kept]).mean()
             found["reward_mean"] = mean.expand(len(self.hidden))
         return found
 
-    def rows(self, rows: RowNumbers, _: Tensor) -> Tensor:
+    def rows(self, rows: RowNumbers) -> Tensor:
         return self.target[rows]
 
 
@@ -88,17 +90,13 @@ def test_weights_and_skipped_rows(options: DistillOptions, kept: list[float]) ->
     plain = value_and_gradients(lambda: case.plain(options, weights), case.leaves)
     asked: list[int] = []
 
-    def rows(rows: RowNumbers, draft_logits: Tensor) -> Tensor:
-        assert not draft_logits.requires_grad
-        torch.testing.assert_close(draft_logits, case.head(case.hidden)[rows].detach())
+    def rows(rows: RowNumbers) -> Tensor:
         asked.extend(torch.arange(8)[rows].tolist())
         return case.target[rows]
 
-    chunk = 3 * VOCABULARY
+    loss, chunk, given = divergence(options).per_token, 3 * VOCABULARY, case.given(options, weights)
     chunked = value_and_gradients(
-        lambda: output_loss(
-            divergence(options), case.hidden, case.head, rows, weights, chunk, case.given(options, weights)
-        ),
+        lambda: output_loss(loss, case.hidden, case.head, rows, weights, chunk, given),
         case.leaves,
     )
     for ours, wanted in zip(chunked, plain, strict=True):
@@ -204,13 +202,16 @@ def test_no_tensor_of_positions_by_vocabulary_ever_lives(options: DistillOptions
     count, vocabulary, width, chunk = 400, 512, 8, 4096
     hidden, states = logits(count, width).requires_grad_(), logits(count, width, seed=1)
     head, target = nn.Linear(width, vocabulary, bias=False), nn.Linear(width, vocabulary, bias=False)
-    given = {"reward_mean": torch.full((count,), 0.5), "noise": torch.rand(count, dtype=torch.float64)}
+    loss = divergence(options)
+    given = {"noise": torch.rand(count, dtype=torch.float64)} if loss.sampled else {}
+    if loss.scope != "token":
+        given["reward_mean"] = torch.full((count,), 0.5)
     with Sizes() as sizes:
         rows = output_rows(states, target)
-        output_loss(divergence(options), hidden, head, rows, None, chunk, given).backward()
+        output_loss(loss.per_token, hidden, head, rows, None, chunk, given).backward()
     assert max(sizes.seen) == chunk == vocabulary * width
     with Sizes() as sizes:
-        divergence(options)(head(hidden), target(states).detach()).sum().backward()
+        loss.per_token(head(hidden), target(states).detach()).sum().backward()
     assert max(sizes.seen) == count * vocabulary
 
 
@@ -234,7 +235,7 @@ def test_bf16_products_on_a_cpu_come_in_few_shapes() -> None:
         for count in range(1, 200):
             case = Case(count, dtype=torch.float32)
             target = output_rows(case.hidden, case.head)
-            loss = output_loss(Divergence(fkl), case.hidden, case.head, target, chunk=150 * VOCABULARY)
+            loss = output_loss(fkl, case.hidden, case.head, target, chunk=150 * VOCABULARY)
             loss.backward()
             output_values([fkl], case.hidden, case.head, target)
     rows = {shape[0] for shape in products.shapes} - {HIDDEN, VOCABULARY}
@@ -244,7 +245,7 @@ def test_bf16_products_on_a_cpu_come_in_few_shapes() -> None:
 def test_values_of_several_functions_in_one_pass() -> None:
     case, asked = Case(7), []
 
-    def rows(rows: RowNumbers, _: Tensor) -> Tensor:
+    def rows(rows: RowNumbers) -> Tensor:
         asked.append(rows)
         return case.target[rows]
 
@@ -261,6 +262,6 @@ def test_output_rows_are_the_targets_logits() -> None:
     case = Case(6, dtype=torch.float32)
     rows = output_rows(case.hidden, case.head)
     chosen = torch.tensor([0, 4, 5])
-    torch.testing.assert_close(rows(chosen, torch.empty(0)), case.head(case.hidden[chosen]).detach())
+    torch.testing.assert_close(rows(chosen), case.head(case.hidden[chosen]).detach())
     with torch.autocast("cpu", torch.bfloat16):
-        assert output_rows(case.hidden, case.head)(slice(2), torch.empty(0)).dtype == torch.bfloat16
+        assert output_rows(case.hidden, case.head)(slice(2)).dtype == torch.bfloat16
