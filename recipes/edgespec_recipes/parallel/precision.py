@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,8 @@ class Precision:
     name: str
     reason: str
 
-    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        if self.name == "bf16":
-            return torch.autocast(device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+    def autocast(self, device: torch.device) -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.name == "bf16")
 
 
 def choose_precision(device: torch.device) -> Precision:

@@ -51,13 +51,7 @@ def start() -> None:
             torch.cuda.set_device(device())
         dist.init_process_group(backend(), timeout=PATIENCE)
         # a process that ends with the group's threads still running is at times aborted (SIGABRT) after its work is done
-        atexit.register(leave)
-
-
-def leave() -> None:
-    """Part from the others; called at exit, since a group left open can abort the interpreter's end."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        atexit.register(dist.destroy_process_group)
 
 
 def wait() -> None:
@@ -98,11 +92,6 @@ def gathered(values: Tensor) -> Tensor:
     if world() == 1:
         return values
     start()
-    sizes = [torch.zeros(1, dtype=torch.long, device=values.device) for _ in range(world())]
-    dist.all_gather(sizes, torch.tensor([len(values)], device=values.device))
-    longest = int(max(size.item() for size in sizes))
-    padded = torch.zeros(longest, dtype=values.dtype, device=values.device)
-    padded[: len(values)] = values
-    pieces = [torch.empty_like(padded) for _ in range(world())]
-    dist.all_gather(pieces, padded)
-    return torch.cat([piece[: int(size.item())] for piece, size in zip(pieces, sizes, strict=True)])
+    pieces: list[Tensor] = [values] * world()
+    dist.all_gather_object(pieces, values.cpu())
+    return torch.cat(pieces).to(values.device)

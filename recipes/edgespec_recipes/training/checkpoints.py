@@ -58,26 +58,22 @@ def latest_checkpoint(out: Path) -> Path | None:
 
     Raises InputError where its processes shared the training in another way than these.
     """
-    found = {}
-    for step, folder in _checkpoints(out / CHECKPOINTS).items():
-        if _is_complete(folder):
-            found[step] = folder
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-    if not found:
-        return None
-    newest = max(found)
-    for step, folder in found.items():
+    places = _checkpoints(out / CHECKPOINTS)
+    newest = max((step for step, folder in places.items() if _is_complete(folder)), default=None)
+    for step, folder in places.items():
         if step != newest:
             shutil.rmtree(folder, ignore_errors=True)
+    if newest is None:
+        return None
+    found = places[newest]
     kinds = {True: "fsdp", False: "ddp"}
-    seen, here = kinds[any(found[newest].glob(f"{SHARDED}*"))], kinds[sharded()]
+    seen, here = kinds[any(found.glob(f"{SHARDED}*"))], kinds[sharded()]
     if seen != here:
         raise InputError(
-            f"{found[newest]} was made with --parallel {seen} and cannot be read with {here}; go on with --parallel "
+            f"{found} was made with --parallel {seen} and cannot be read with {here}; go on with --parallel "
             f"{seen} and as many processes as before, or remove that folder to begin anew"
         )
-    return found[newest]
+    return found
 
 
 def check_size(checkpoint: Path, model: Any) -> None:

@@ -19,21 +19,13 @@ from edgespec.core.pictures import save, tidy
 from edgespec.core.table import count, duration
 
 FOLDER = "tensorboard"
-PANEL = (8.0, 3.4)  # inches; a picture without α is one panel high, one with α 1.6
+PANEL = (8.0, 3.4)  # inches, of the loss
+ALPHA_HEIGHT = 0.6  # of the panel of α, in that of the loss
 DPI = 150
 LOG_RANGE = 8.0  # a loss that spans more than this factor is drawn on a logarithmic axis
 POINTS = 60  # up to so many rows are drawn as points; more become a pale line under their moving mean
 
 _LOSS, _ALPHA = "#1f6f8b", "#c1666b"
-
-
-def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row of the log that make a curve: all but the step, and no lists or names."""
-    return {
-        name: float(value)
-        for name, value in row.items()
-        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-    }
 
 
 class Curves:
@@ -59,13 +51,17 @@ class Curves:
             self.writer.flush()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write the scalars of a row of the log at its step."""
+        """Write the numbers of a row of the log that make a curve, at its step: no lists or names."""
         if self.writer is None:
             return
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in row.items()
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        ]
         event = Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values))
         with writing(self.folder):
             self.writer.write_event(event)
@@ -89,11 +85,9 @@ def plot_curves(log: Path, png: Path, title: str) -> bool:
     if not rows:
         return False
     watched = [row for row in rows if "alpha" in row]
-    width, height = PANEL
-    figure = Figure(figsize=(width, height * (1.6 if watched else 1.0)), dpi=DPI, layout="constrained")
-    panels: list[Any] = (
-        figure.subplots(2, 1, sharex=True, height_ratios=(1.0, 0.6)) if watched else [figure.subplots()]
-    )
+    heights = (1.0, ALPHA_HEIGHT)[: 1 + bool(watched)]
+    figure = Figure(figsize=(PANEL[0], PANEL[1] * sum(heights)), dpi=DPI, layout="constrained")
+    panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     spent = f"{count(rows[-1]['tokens'])} tokens in {duration(rows[-1]['seconds'])}"
     panels[0].set_title(f"{title} ({spent})", fontsize=11)
 
