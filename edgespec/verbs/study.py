@@ -15,7 +15,7 @@ from typing import Any
 
 from edgespec.building.pair import find_target
 from edgespec.core.errors import InputError, MissingExtra
-from edgespec.core.files import compact_json, read_json, read_object, write_text
+from edgespec.core.files import compact_json, read_object, write_text
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import command_line, from_mapping, knob
 from edgespec.core.output import json_knob, write_result
@@ -93,7 +93,7 @@ def _make(study: Study, out: Path, command: str, check: bool) -> None:
     import yaml
     from edgespec_recipes.parallel import processes
     from edgespec_recipes.study.numbers import Numbers, results
-    from edgespec_recipes.study.runs import KEPT, Runs
+    from edgespec_recipes.study.runs import Runs
 
     if processes.world() > 1:  # the runs of a study are many and small
         raise InputError("edgespec study runs in one process; start it without torchrun")
@@ -102,15 +102,8 @@ def _make(study: Study, out: Path, command: str, check: bool) -> None:
     write_text(out / "command.txt", command + "\n")
     runs = Runs(study, out, find_target)
     runs.everything()
-    raw: dict[tuple[str, int], list[Any]] = {}
-    for name in study.arms:
-        for seed in study.options.seeds:
-            raw.setdefault((name, 0), []).append(read_json(runs.counts_file(name, seed)))
-            for kept in runs.kept(runs.drafter(name, seed), name):
-                step = int(kept.name.removeprefix(KEPT))
-                raw.setdefault((name, step), []).append(read_json(runs.counts_file(name, seed, kept.name)))
     about = runs.about()
-    numbers = Numbers(study, raw, {name: arm["cost_ratio"] for name, arm in about["arms"].items()})
+    numbers = Numbers(study, runs.counts(), {name: arm["cost_ratio"] for name, arm in about["arms"].items()})
     checked: dict[str, Any] = {}
     if check:
         winner = numbers.ranking()[0]

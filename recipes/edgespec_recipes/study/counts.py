@@ -6,7 +6,7 @@ of arms, seeds or what the counts mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.schema import EvaluateOptions
 from edgespec.recipe.study_options import TaskOptions, parse_sampling
 from edgespec_recipes.evaluation.evaluation import HeldOut, held_out_prompts
-from edgespec_recipes.evaluation.expected import Agreement, agreement, expected_counts
+from edgespec_recipes.evaluation.expected import ExpectedCounts, agreement, expected_counts
 from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of, stop_ids_of
 from edgespec_recipes.parallel import processes
 
@@ -123,37 +123,34 @@ def _count_together(
     with progress(f"expected counts of {len(left)} drafters", len(texts), "texts") as bar:
         for text in texts:
             agreements = agreement(target, models, text.prompts, text.responses, text.warping)
-            by_gamma = {
-                gamma: expected_counts(agreements, gamma, options.max_new_tokens)
+            counts = {
+                str(gamma): expected_counts(agreements, gamma, options.max_new_tokens)
                 for gamma in options.draft_lengths
             }
-            for name in left:
-                found[name].append(_plain(text, agreements[name], {g: c[name] for g, c in by_gamma.items()}))
+            for name, items in agreements.items():
+                about = {
+                    "task": text.task,
+                    "sampling": text.sampling,
+                    "emitted": list(map(len, text.responses)),
+                    "overlap": _rounded(item.overlap.sum() for item in items),
+                    "counts": {gamma: _columns(of_drafts[name]) for gamma, of_drafts in counts.items()},
+                }
+                found[name].append(about)
             bar.update(1)
     for name, rows in found.items():
         write_json(Path(name), {"schema": SCHEMA, "texts": rows})
 
 
-def _plain(
-    text: Texts, agreements: Sequence[Agreement], counts: Mapping[int, Sequence[Any]]
-) -> dict[str, Any]:
-    def rounded(values: Any) -> list[float]:
-        return [round(float(value), _DIGITS) for value in values]
-
+def _columns(counts: Sequence[ExpectedCounts]) -> dict[str, Any]:
     return {
-        "task": text.task,
-        "sampling": text.sampling,
-        "emitted": [len(response) for response in text.responses],
-        "overlap": rounded(item.overlap.sum() for item in agreements),
-        "counts": {
-            str(gamma): {
-                "blocks": rounded(item.blocks for item in items),
-                "tested": [rounded(item.tested) for item in items],
-                "accepted": [rounded(item.accepted) for item in items],
-            }
-            for gamma, items in counts.items()
-        },
+        "blocks": _rounded(item.blocks for item in counts),
+        "tested": [_rounded(item.tested) for item in counts],
+        "accepted": [_rounded(item.accepted) for item in counts],
     }
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [round(float(value), _DIGITS) for value in values]
 
 
 def run_for_real(

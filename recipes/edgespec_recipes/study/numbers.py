@@ -13,8 +13,7 @@ vectors; an interval is the middle 95 % of the replicates.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from itertools import combinations, permutations, product
 from typing import Any
 
@@ -36,6 +35,7 @@ REPRODUCED, CONTRADICTED, NOT_SHOWN = "reproduced", "contradicted", "not shown"
 
 Vector = np.ndarray  # [1 + REPLICATES]: the value, then its replicates
 Run = tuple[str, int]  # an arm, and the step of a drafter kept on the way (0: the arm's own)
+Place = tuple[Run, str, str, int]  # with a task, a sampling and a γ
 
 
 def interval(vector: Vector) -> list[float]:
@@ -45,74 +45,55 @@ def interval(vector: Vector) -> list[float]:
     return [round(float(number), DIGITS) for number in (vector[0], low, high)]
 
 
-@dataclass(frozen=True)
-class Draws:
-    """How much every seed [B, S] and every prompt of a task [B, P] counts in the value and in each replicate."""
+@cache
+def _seed_weights(seeds: int, replicates: int) -> np.ndarray:
+    """How much every seed counts in the value and in each replicate [B, S].
 
-    seeds: int
-    replicates: int = REPLICATES
-    drawn: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
-
-    @cached_property
-    def seed_weights(self) -> np.ndarray:
-        """1 + c (z − mean z) with normal z: the mean of values x then has the spread c √(S − 1) s / S, s being that of x."""
-        z = np.random.default_rng(0).standard_normal((self.replicates, self.seeds))
-        free = self.seeds - 1
-        if free:
-            student = STUDENT[free - 1] if free <= len(STUDENT) else NORMAL + 2.7 / free
-            z *= student / NORMAL * np.sqrt(self.seeds / free)
-        return np.vstack([np.ones(self.seeds), 1.0 + z - z.mean(1, keepdims=True)])
-
-    def prompt_weights(self, task: str, size: int) -> np.ndarray:
-        if (task, size) not in self.drawn:
-            generator = np.random.default_rng([size, *task.encode()])
-            weights = generator.multinomial(size, np.full(size, 1.0 / size), self.replicates)
-            self.drawn[task, size] = np.vstack([np.ones(size), weights])
-        return self.drawn[task, size]
-
-    def sums(self, counts: np.ndarray, task: str) -> Vector:
-        """Σ over seeds and prompts of counts [S, P], in every replicate."""
-        by_seed = self.prompt_weights(task, counts.shape[1]) @ counts.T  # [B, S]
-        total: Vector = (by_seed * self.seed_weights).sum(1)
-        return total
+    1 + c (z − mean z) with normal z: the mean of values x then has the spread c √(S − 1) s / S, s being that of x.
+    """
+    z = np.random.default_rng(0).standard_normal((replicates, seeds))
+    free = seeds - 1
+    if free:
+        student = STUDENT[free - 1] if free <= len(STUDENT) else NORMAL + 2.7 / free
+        z *= student / NORMAL * np.sqrt(seeds / free)
+    return np.vstack([np.ones(seeds), 1.0 + z - z.mean(1, keepdims=True)])
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One drafter of an arm on one task at one sampling and γ: counts [S, P] over seeds and prompts."""
+@cache
+def _prompt_weights(task: str, size: int, replicates: int) -> np.ndarray:
+    """How often every prompt of a task counts in the value and in each replicate [B, P]."""
+    generator = np.random.default_rng([size, *task.encode()])
+    weights = generator.multinomial(size, np.full(size, 1.0 / size), replicates)
+    return np.vstack([np.ones(size), weights])
 
-    task: str
-    draft_length: int
-    cost_ratio: float
-    emitted: np.ndarray
-    blocks: np.ndarray
-    tested: np.ndarray
-    accepted: np.ndarray
-    overlap: np.ndarray
-    draws: Draws
 
-    def _sum(self, counts: np.ndarray) -> Vector:
-        return self.draws.sums(counts, self.task)
+def sums(counts: np.ndarray, task: str, replicates: int = REPLICATES) -> Vector:
+    """Σ over seeds and prompts of counts [S, P] on a task, in every replicate."""
+    seeds, prompts = counts.shape
+    by_seed = _prompt_weights(task, prompts, replicates) @ counts.T  # [B, S]
+    total: Vector = (by_seed * _seed_weights(seeds, replicates)).sum(1)
+    return total
 
-    @cached_property
-    def vectors(self) -> dict[str, Vector]:
-        emitted = self._sum(self.emitted)
-        tau = emitted / self._sum(self.blocks)
-        return {
-            "tau": tau,
-            "alpha": self._sum(self.accepted) / self._sum(self.tested),
-            "alpha_teacher_forced": self._sum(self.overlap) / emitted,
-            "mbsu": np.array([mbsu(value, self.draft_length, self.cost_ratio) for value in tau]),
-        }
 
-    def sums(self) -> dict[str, list[float]]:
-        """Raw sums over prompts, seed by seed."""
-        names = ("emitted", "blocks", "tested", "accepted", "overlap")
-        return {name: [round(float(n), 1) for n in getattr(self, name).sum(1)] for name in names}
+def _metrics(
+    counts: Mapping[str, np.ndarray], task: str, draft_length: int, cost_ratio: float
+) -> dict[str, Vector]:
+    total = {name: sums(each, task) for name, each in counts.items()}
+    tau = total["emitted"] / total["blocks"]
+    return {
+        "tau": tau,
+        "alpha": total["accepted"] / total["tested"],
+        "alpha_teacher_forced": total["overlap"] / total["emitted"],
+        "mbsu": np.array([mbsu(value, draft_length, cost_ratio) for value in tau]),
+    }
 
 
 class Numbers:
-    """All counts of a study. `raw[run]` has one file of counts (counts.py) for each seed."""
+    """All counts of a study. `raw[run]` has one file of counts (counts.py) for each seed.
+
+    A drafter of an arm on one task at one sampling and γ has `counts` (emitted, blocks, tested, accepted and overlap, each [S, P]
+    over seeds and prompts) and `vectors` of its metrics.
+    """
 
     def __init__(
         self, study: Study, raw: Mapping[Run, Sequence[Mapping[str, Any]]], cost_ratios: Mapping[str, float]
@@ -121,24 +102,22 @@ class Numbers:
         self.gammas = list(study.recipe.evaluate.draft_lengths)
         self.samplings = list(study.options.samplings)
         self.runs = list(raw)
-        self.cells: dict[tuple[Run, str, str, int], Cell] = {}
-        draws = Draws(len(study.options.seeds))
+        self.counts: dict[Place, dict[str, np.ndarray]] = {}
+        self.vectors: dict[Place, dict[str, Vector]] = {}
         for run, files in raw.items():
             for texts in zip(*(file["texts"] for file in files), strict=True):
                 task, sampling = texts[0]["task"], texts[0]["sampling"]
                 for gamma in self.gammas:
                     counts = [text["counts"][str(gamma)] for text in texts]
-                    self.cells[run, task, sampling, gamma] = Cell(
-                        task,
-                        gamma,
-                        cost_ratios[run[0]],
-                        emitted=np.array([text["emitted"] for text in texts], float),
-                        blocks=np.array([c["blocks"] for c in counts]),
-                        tested=np.array([[sum(p) for p in c["tested"]] for c in counts]),
-                        accepted=np.array([[sum(p) for p in c["accepted"]] for c in counts]),
-                        overlap=np.array([text["overlap"] for text in texts]),
-                        draws=draws,
-                    )
+                    place = run, task, sampling, gamma
+                    self.counts[place] = {
+                        "emitted": np.array([text["emitted"] for text in texts], float),
+                        "blocks": np.array([c["blocks"] for c in counts]),
+                        "tested": np.array([[sum(p) for p in c["tested"]] for c in counts]),
+                        "accepted": np.array([[sum(p) for p in c["accepted"]] for c in counts]),
+                        "overlap": np.array([text["overlap"] for text in texts]),
+                    }
+                    self.vectors[place] = _metrics(self.counts[place], task, gamma, cost_ratios[run[0]])
 
     def tasks(self, domain: str) -> list[str]:
         return [name for name, task in self.study.tasks.items() if task.domain == domain]
@@ -154,13 +133,11 @@ class Numbers:
         samplings: Iterable[str] | None = None,
     ) -> Vector:
         """The mean of a metric over tasks and samplings (all of the domain by default), each counting alike."""
-        places = [
-            (task, sampling)
+        vectors = [
+            self.vectors[run, task, sampling, gamma or self.gammas[0]][metric]
             for task in (self.tasks(domain) if tasks is None else tasks)
             for sampling in (self.samplings if samplings is None else samplings)
         ]
-        gamma = self.gammas[0] if gamma is None else gamma
-        vectors = [self.cells[run, task, sampling, gamma].vectors[metric] for task, sampling in places]
         mean: Vector = np.mean(vectors, axis=0)
         return mean
 
@@ -188,10 +165,13 @@ class Numbers:
                 "task": task,
                 "sampling": sampling,
                 "draft_length": gamma,
-                **{metric: interval(vector) for metric, vector in cell.vectors.items()},
-                "sums": cell.sums(),
+                **{metric: interval(vector) for metric, vector in vectors.items()},
+                "sums": {
+                    name: [round(float(number), 1) for number in each.sum(1)]
+                    for name, each in self.counts[run, task, sampling, gamma].items()
+                },
             }
-            for (run, task, sampling, gamma), cell in self.cells.items()
+            for (run, task, sampling, gamma), vectors in self.vectors.items()
         ]
 
     def mean_rows(self) -> list[dict[str, Any]]:
@@ -200,9 +180,7 @@ class Numbers:
         places = product(self.runs, filter(self.tasks, DOMAINS), ("", *self.samplings), self.gammas)
         rows = []
         for run, domain, sampling, gamma in places:
-            where: dict[str, Any] = {"domain": domain, "gamma": gamma}
-            if sampling:
-                where["samplings"] = [sampling]
+            where: Any = {"domain": domain, "gamma": gamma, "samplings": [sampling] if sampling else None}
             gain = self.mean(run, "tau", **where) - self.mean(baseline, "tau", **where)
             rows.append(
                 {
@@ -258,15 +236,15 @@ class Numbers:
         arms = [arm for arm in claim.depends if arm in self.finished]
         places = list(product(self.tasks(claim.domain), self.samplings))
 
-        def wins_of(one: str, other: str) -> list[tuple[str, str]]:
-            found = []
-            for place in places:
-                ours, theirs = (self.cells[(arm, 0), *place, self.gammas[0]] for arm in (one, other))
-                if interval(ours.vectors[claim.metric] - theirs.vectors[claim.metric])[1] > 0:
-                    found.append(place)
-            return found
+        def vector(arm: str, place: tuple[str, str]) -> Vector:
+            return self.vectors[(arm, 0), *place, self.gammas[0]][claim.metric]
 
-        wins = {pair: wins_of(*pair) for pair in permutations(arms, 2)}
+        wins = {
+            (one, other): [
+                place for place in places if interval(vector(one, place) - vector(other, place))[1] > 0
+            ]
+            for one, other in permutations(arms, 2)
+        }
         seen = [
             [one, wins[one, other], other, wins[other, one]]
             for one, other in combinations(sorted(arms), 2)
@@ -284,12 +262,11 @@ class Numbers:
     def check_rows(self, arm: str, counted: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
         """τ of real speculative decoding ([seed][text] counts at the first γ) beside the expected one."""
         rows = []
-        draws = next(iter(self.cells.values())).draws
         for texts in zip(*counted, strict=True):
             task, sampling = texts[0]["task"], texts[0]["sampling"]
             emitted, blocks = (np.array([t[name] for t in texts], float) for name in ("emitted", "blocks"))
-            real = draws.sums(emitted, task) / draws.sums(blocks, task)
-            expected = self.cells[(arm, 0), task, sampling, self.gammas[0]].vectors["tau"]
+            real = sums(emitted, task) / sums(blocks, task)
+            expected = self.vectors[(arm, 0), task, sampling, self.gammas[0]]["tau"]
             rows.append(
                 {
                     "task": task,

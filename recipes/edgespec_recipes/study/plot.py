@@ -18,17 +18,14 @@ _LINES = ("#1f6f8b", "#c1666b", "#4d7c3a", "#8a5fa8", "#b8860b", "#555555")
 def plot_study(results: Mapping[str, Any], folder: Path, stem: str) -> list[tuple[str, str]]:
     """Write `folder`/STEM-*.png; return (title, file name) of each. A picture that would be empty is left out."""
     report = Report(results)
-    pictures = [(f"Block efficiency of every arm, γ = {report.gamma}", f"{stem}-arms.png", _arms(report))]
+    pictures = [(f"Block efficiency of every arm, γ = {report.gamma}", "arms", _arms(report))]
     if report.curves():
-        pictures.append(("Block efficiency along the training", f"{stem}-steps.png", _steps(report)))
-    curves = _selections(results)
-    if curves:
-        pictures.append(
-            ("Acceptance rate by the share of tokens learnt", f"{stem}-k.png", _k(report, curves))
-        )
+        pictures.append(("Block efficiency along the training", "steps", _steps(report)))
+    if curves := _selections(results):
+        pictures.append(("Acceptance rate by the share of tokens learnt", "k", _k(report, curves)))
     for _, name, figure in pictures:
-        save(figure, folder / name)
-    return [(title, name) for title, name, _ in pictures]
+        save(figure, folder / f"{stem}-{name}.png")
+    return [(title, f"{stem}-{name}.png") for title, name, _ in pictures]
 
 
 def _arms(report: Report) -> Any:

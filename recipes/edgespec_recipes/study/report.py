@@ -30,7 +30,7 @@ AdaSPEC trains a reference besides, and a drafter's own responses take time to b
 
 
 def label(sampling: str) -> str:
-    return parse_sampling(sampling).label if sampling else "all"
+    return parse_sampling(sampling).label
 
 
 table = partial(tables.table, markdown=True)
@@ -92,32 +92,20 @@ class Report:
             f"{name} {given['held_out'][name]['prompts']} ({DOMAIN_NAMES[task['domain']]})"
             for name, task in given["tasks"].items()
         )
-        rows = [
-            ("target", f"{target['name']}, {target['parameters']:,} parameters"),
-            ("drafter", drafters),
-            (
-                "pretraining",
-                f"{pretrain['steps']} steps of {pretrain['batch_size']} x {pretrain['context']} tokens "
-                f"({count(pretrain['steps'] * pretrain['batch_size'] * pretrain['context'])})",
-            ),
-            (
-                "distillation, each arm",
-                f"{distill['steps']} steps of {distill['batch_size']} x {distill['context']} tokens "
-                f"({', '.join(map(count, trained)) or '0'} tokens), peak rate {distill['learning_rate']:g}",
-            ),
-            (
-                "the target's responses",
-                f"{responses['responses']:,}, {count(responses['response_tokens'])} tokens",
-            ),
-            ("held-out prompts", f"{held_out}; up to {recipe['evaluate']['max_new_tokens']} tokens each"),
-            ("seeds", ", ".join(map(str, given["seeds"]))),
-            (
-                "time",
-                f"{duration(sum(given['seconds'].values()))}: "
-                + ", ".join(f"{part} {duration(seconds)}" for part, seconds in given["seconds"].items()),
-            ),
-        ]
-        return "## What was run\n\n" + table(("", ""), rows, left=2)
+        rows = {
+            "target": f"{target['name']}, {target['parameters']:,} parameters",
+            "drafter": drafters,
+            "pretraining": f"{pretrain['steps']} steps of {pretrain['batch_size']} x {pretrain['context']} tokens "
+            f"({count(pretrain['steps'] * pretrain['batch_size'] * pretrain['context'])})",
+            "distillation, each arm": f"{distill['steps']} steps of {distill['batch_size']} x {distill['context']} tokens "
+            f"({', '.join(map(count, trained)) or '0'} tokens), peak rate {distill['learning_rate']:g}",
+            "the target's responses": f"{responses['responses']:,}, {count(responses['response_tokens'])} tokens",
+            "held-out prompts": f"{held_out}; up to {recipe['evaluate']['max_new_tokens']} tokens each",
+            "seeds": ", ".join(map(str, given["seeds"])),
+            "time": f"{duration(sum(given['seconds'].values()))}: "
+            + ", ".join(f"{part} {duration(seconds)}" for part, seconds in given["seconds"].items()),
+        }
+        return "## What was run\n\n" + table(("", ""), list(rows.items()), left=2)
 
     def default(self) -> str:
         given, best = self.results, self.results["best"]

@@ -84,13 +84,15 @@ class Runs:
         folder: Path,
         options: dict[str, Any],
         body: Callable[[Path], dict[str, Any]],
-        recipe: Recipe,
         reads: Reads,
+        *,
+        recipe: Recipe | None = None,
         knobs: type[Any] | None = None,
     ) -> dict[str, Any]:
         """Run a stage unless it has been and what it `reads` is as it was.
 
-        knobs: the section that `options` holds; a folder that is older than one of them has its default.
+        recipe: what it follows, if not the base. knobs: the section that `options` holds; a folder that is older than one of them
+        has its default.
         Raises InputError where the folder was begun with other options.
         """
         file, wanted = folder / "options.json", json.loads(json.dumps(options))
@@ -103,7 +105,7 @@ class Runs:
             )
         self._settle(folder, reads)
         if not file.exists():
-            write_text(folder / RECIPE_FILE, dump_recipe(recipe))
+            write_text(folder / RECIPE_FILE, dump_recipe(recipe or self.study.recipe))
             write_json(file, wanted)
         return run_stage(folder, wanted, body)
 
@@ -126,7 +128,6 @@ class Runs:
                 folder,
                 options,
                 lambda place: check_data(data, base.data.strict),
-                base,
                 sources.everything(data),
             )
 
@@ -139,7 +140,7 @@ class Runs:
             found = self.resolve(base.target)
             return {"name": found.name, "folder": str(found.folder), "source": found.source}
 
-        self.target = Path(self.stage(out / "target", named, find, base, Reads())["folder"])
+        self.target = Path(self.stage(out / "target", named, find, Reads())["folder"])
         held_out = {f"tasks.{name}.held_out": task.held_out for name, task in tasks.items()}
         asked = {f"tasks.{name}.instructions": task.instructions for name, task in tasks.items()}
         plain = {name: to_mapping(task) for name, task in tasks.items()}
@@ -149,9 +150,8 @@ class Runs:
             out / "held-out",
             {**named, **to_mapping(options), "tasks": plain, "samplings": samplings, "seed": base.seed},
             lambda place: sample_texts(place, self.target, tasks, samplings, options, base.seed),
-            base,
             self._model(self.target) | sources.everything(BuildData(prompts=held_out)),
-            EvaluateOptions,
+            knobs=EvaluateOptions,
         )
         step("▸ the target's responses to the seed instructions")
         answered = [task.instructions for task in tasks.values() if task.domain == "in"]
@@ -165,9 +165,8 @@ class Runs:
             out / "responses",
             {**named, **to_mapping(base.generate), "instructions": answered, "seed": base.seed},
             answer,
-            base,
             self._model(self.target) | sources.everything(BuildData(prompts=asked)),
-            GenerateOptions,
+            knobs=GenerateOptions,
         )
 
     def shape(self, arm: Arm) -> ModelShape:
@@ -197,10 +196,10 @@ class Runs:
             lambda place: pretrain(
                 place, self.target, self.shape(arm), recipe.drafter, recipe.pretrain, seed
             ),
-            replace(recipe, seed=seed),
             self._model(self.target, weights=recipe.drafter.init in ("subclone", "components"))
             | (self._model(Path(recipe.drafter.checkpoint)) if recipe.drafter.checkpoint else Reads())
             | sources.text("pretrain.text", recipe.pretrain.text),
+            recipe=replace(recipe, seed=seed),
         )
         return folder
 
@@ -221,29 +220,31 @@ class Runs:
                 store,
                 kept,
                 lambda place: store_responses(place, inputs, recipe.distill),
-                self.study.recipe,
                 self._model(self.target) | sources.stages(self.out, "responses"),
             )
         if recipe.distill.select_fraction < 1:
             options = reference_options(recipe)
             made_by = digest(recipe.drafter, recipe.pretrain, options)
             folder = self.out / "reference" / made_by / f"seed-{seed}"
-            self.stage(
-                folder,
-                {**to_mapping(options), "seed": seed},
-                lambda place: distill(place, inputs, options, seed),
-                replace(recipe, distill=options, seed=seed),
-                self._read_by(recipe, inputs),
-            )
+            self._distil(folder, replace(recipe, distill=options), inputs, seed)
             inputs = replace(inputs, reference=folder / "model")
         return inputs
 
-    def _read_by(self, recipe: Recipe, inputs: DistillInputs) -> Reads:
+    def _distil(self, folder: Path, recipe: Recipe, inputs: DistillInputs, seed: int, **more: Any) -> None:
+        """One distillation as the recipe says; its options say `more`, too."""
+        options = recipe.distill
         models = [self.target, inputs.drafter, *([inputs.reference] if inputs.reference else [])]
         stored = [inputs.store.relative_to(self.out).as_posix()] if inputs.store else []
-        fixed = recipe.distill.fixed if recipe.distill.fixed_fraction else ""
+        fixed = options.fixed if options.fixed_fraction else ""
         made = sources.stages(self.out, "responses", *stored)
-        return reduce(or_, map(self._model, models), made | sources.conversations("distill.fixed", fixed))
+        self.stage(
+            folder,
+            {**to_mapping(options), **more, "seed": seed},
+            lambda place: distill(place, inputs, options, seed),
+            reduce(or_, map(self._model, models), made | sources.conversations("distill.fixed", fixed)),
+            recipe=replace(recipe, seed=seed),
+            knobs=DistillOptions,
+        )
 
     def drafter(self, name: str, seed: int) -> Path:
         """The folder of an arm's drafter: `model` in it, and `kept` where some were kept on the way."""
@@ -251,26 +252,32 @@ class Runs:
         if not arm.recipe.distill.steps:
             return self.beginning(arm, seed)
         inputs = self._inputs(arm, seed)
-        self.stage(
-            folder,
-            {**to_mapping(arm.recipe.distill), "begun": str(inputs.drafter.parent.parent.name), "seed": seed},
-            lambda place: distill(place, inputs, arm.recipe.distill, seed),
-            replace(arm.recipe, seed=seed),
-            self._read_by(arm.recipe, inputs),
-            DistillOptions,
-        )
+        self._distil(folder, arm.recipe, inputs, seed, begun=inputs.drafter.parent.parent.name)
         self.trained[folder] = float(read_json(folder / STAGE_FILE)["seconds"])
         return folder
 
     # counts -----------------------------------------------------------------------------------------------------------
 
-    def counts_file(self, name: str, seed: int, kept: str = "") -> Path:
-        return self.out / "counts" / name / (f"seed-{seed}" + (f"-{kept}" if kept else "") + ".json")
+    def _models(self, name: str, seed: int) -> dict[int, Path]:
+        """The drafters of an arm: 0 is its own, the others it kept on the way, by their steps."""
+        folder = self.drafter(name, seed)
+        places = sorted((folder / "kept").glob(f"{KEPT}*"))
+        kept = {int(place.name.removeprefix(KEPT)): place for place in places}
+        kept.pop(self.study.arms[name].recipe.distill.steps, None)  # its own once more
+        return {0: folder / "model", **kept}
 
-    def kept(self, folder: Path, name: str) -> list[Path]:
-        """The drafters an arm kept on the way, without its last one."""
-        last = f"{KEPT}{self.study.arms[name].recipe.distill.steps:06d}"
-        return [place for place in sorted((folder / "kept").glob(f"{KEPT}*")) if place.name != last]
+    def _counts_file(self, name: str, seed: int, kept: int) -> Path:
+        behind = f"-{KEPT}{kept:06d}" if kept else ""
+        return self.out / "counts" / name / f"seed-{seed}{behind}.json"
+
+    def counts(self) -> dict[tuple[str, int], list[Any]]:
+        """(arm, step of one kept on the way or 0) -> what was counted with each seed."""
+        found: dict[tuple[str, int], list[Any]] = defaultdict(list)
+        for name in self.study.arms:
+            for seed in self.study.options.seeds:
+                for kept in self._models(name, seed):
+                    found[name, kept].append(read_json(self._counts_file(name, seed, kept)))
+        return found
 
     def _texts(self) -> list[Texts]:
         return read_texts(self.out / "held-out", list(self.study.tasks), self.study.options.samplings)
@@ -278,11 +285,9 @@ class Runs:
     def _count(self, seed: int) -> None:
         wanted: dict[Path, Path] = {}
         for name in self.study.arms:
-            folder = self.drafter(name, seed)
-            models = {"": folder / "model", **{kept.name: kept for kept in self.kept(folder, name)}}
-            for kept_name, model in models.items():
-                file = self.counts_file(name, seed, kept_name)
-                self._settle_counts(file, folder)
+            for kept, model in self._models(name, seed).items():
+                file = self._counts_file(name, seed, kept)
+                self._settle_counts(file, self._arm(name, seed))
                 wanted[file] = model
         count_drafters(self.target, wanted, self._texts(), self.study.recipe.evaluate)
 

@@ -15,10 +15,10 @@ from edgespec_recipes.study.numbers import (
     CONTRADICTED,
     NOT_SHOWN,
     REPRODUCED,
-    Draws,
     Numbers,
     interval,
     results,
+    sums,
     verdict,
 )
 from edgespec_recipes.study.plot import _selections, plot_study
@@ -154,13 +154,12 @@ def test_intervals_cover(seeds: int, spreads: tuple[float, float]) -> None:
     generator = np.random.default_rng(5)
     held = 0
     for _ in range(300):
-        draws = Draws(seeds, replicates=400)
         by_seed, by_prompt = (
             generator.normal(0, spreads[0], (seeds, 1)),
             generator.normal(0, spreads[1], (1, 40)),
         )
         blocks = 25 + by_seed + by_prompt + generator.normal(0, 1, (seeds, 40))
-        vector = draws.sums(np.full((seeds, 40), 50.0), "t") / draws.sums(blocks, "t")
+        vector = sums(np.full((seeds, 40), 50.0), "t", 400) / sums(blocks, "t", 400)
         _, low, high = interval(vector)
         held += low <= 2.0 <= high
     assert 0.91 <= held / 300 <= 0.995
@@ -170,7 +169,7 @@ def test_intervals_cover(seeds: int, spreads: tuple[float, float]) -> None:
 def test_seeds_alone_give_students_interval(seeds: int, student: float) -> None:
     """Mean ± t s / √n, within the noise of 4,000 replicates (a correct one misses 6 % in fewer than 1 of 100 runs)."""
     values = np.random.default_rng(0).normal(2.0, 0.1, seeds)
-    vector = Draws(seeds, replicates=4000).sums(values[:, None], "t") / seeds
+    vector = sums(values[:, None], "t", 4000) / seeds
     value, low, high = interval(vector)
     assert value == pytest.approx(values.mean(), abs=1e-5)
     assert (high - low) / 2 == pytest.approx(student * values.std(ddof=1) / seeds**0.5, rel=0.06)
@@ -182,8 +181,7 @@ def test_both_levels_count() -> None:
 
     def width(seeds: float, prompts: float) -> float:
         blocks = 20 + seeds * generator.normal(0, 1, (6, 1)) + prompts * generator.normal(0, 1, (1, 30))
-        draws = Draws(6)
-        _, low, high = interval(draws.sums(np.full((6, 30), 40.0), "t") / draws.sums(blocks, "t"))
+        _, low, high = interval(sums(np.full((6, 30), 40.0), "t") / sums(blocks, "t"))
         return high - low
 
     assert width(0, 0) == 0
