@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,8 @@ log = logging.getLogger(__name__)
 def held_out_prompts(tokenizer: Any, options: EvaluateOptions, context_length: int) -> list[list[int]]:
     """The first `options.prompts` held-out prompts that leave room for a response. Raises InputError under two."""
     longest = context_length - options.max_new_tokens - max(options.draft_lengths)
-    prompts: list[list[int]] = []
-    for messages in read_prompts(options.prompts_file, "heldout"):
-        ids = encode_prompt(tokenizer, messages)
-        if 2 <= len(ids) <= longest:
-            prompts.append(ids)
-        if len(prompts) == options.prompts:
-            break
+    asked = (encode_prompt(tokenizer, messages) for messages in read_prompts(options.prompts_file, "heldout"))
+    prompts = list(islice((ids for ids in asked if 2 <= len(ids) <= longest), options.prompts))
     if len(prompts) < 2:
         raise InputError(
             f"{options.prompts_file} has {len(prompts)} prompts of at most {longest} tokens (the context less "
@@ -59,13 +55,8 @@ def teacher_forced(
 ) -> list[TeacherForced]:
     scored = agreement(target, {"": draft}, prompts, responses, sampling)[""]
     return [
-        TeacherForced(
-            float(item.overlap.sum()),
-            len(item.overlap),
-            float(item.top_match.sum()),
-            float(item.draw_match.sum()),
-        )
-        for item in scored
+        TeacherForced(float(overlap.sum()), len(overlap), float(top.sum()), float(drawn.sum()))
+        for _, overlap, top, drawn in scored
     ]
 
 
@@ -88,37 +79,16 @@ class HeldOut:
 
     def own_responses(self, sampling: Sampling) -> list[list[int]]:
         """What the target says without a drafter."""
-
-        def decode(batch: list[list[int]], **how: Any) -> list[list[int]]:
-            return sample_responses(self.target, batch, [sampling.temperature] * len(batch), **how)
-
-        return self._by_batch(sampling.top_p, decode)
+        heat = sampling.temperature
+        return self._by_batch(
+            sampling.top_p,
+            lambda batch, **how: sample_responses(self.target, batch, [heat] * len(batch), **how),
+        )
 
     def counts(self, draft: Any, sampling: Sampling, draft_length: int) -> list[dict[str, Any]]:
         heat = sampling.temperature
         decode = partial(speculate, self.target, draft, draft_length=draft_length, temperature=heat)
         return self._by_batch(sampling.top_p, lambda batch, **how: list(map(asdict, decode(batch, **how)[1])))
-
-
-def _load(
-    target_folder: Path,
-    drafters: dict[str, Path],
-    options: EvaluateOptions,
-    seed: int,
-    inference: InferenceOptions,
-) -> tuple[HeldOut, dict[str, Any]]:
-    device = processes.device()
-    target, tokenizer = load_target(target_folder, inference, device), load_tokenizer(target_folder)
-    models = {name: load_model(folder).to(device) for name, folder in drafters.items()}
-    for name, model in models.items():
-        if model.config.vocab_size != target.config.vocab_size:
-            raise InputError(
-                f"the drafter {name} in {drafters[name]} has a vocabulary of {model.config.vocab_size} tokens and the target "
-                f"of {target.config.vocab_size}; they must be the same: build the drafter for this target"
-            )
-    context = min(shape_of(model).one_rope_length for model in (target, *models.values()))
-    prompts, stops = held_out_prompts(tokenizer, options, context), stop_ids_of(target_folder, tokenizer)
-    return HeldOut(target, prompts, stops, options, seed), models
 
 
 def evaluate(
@@ -135,8 +105,18 @@ def evaluate(
     `cost_ratio` is c for MBSU. Every finished part lies in `out`/settings and is not computed again. The first of `drafters`
     is the baseline the others are compared with. Raises InputError: too few prompts, vocabularies that differ.
     """
-    asked, models = _load(target_folder, drafters, options, seed, inference or InferenceOptions())
-    asked = replace(asked, prompts=first_prompts(out, asked.prompts))
+    device, tokenizer = processes.device(), load_tokenizer(target_folder)
+    target = load_target(target_folder, inference or InferenceOptions(), device)
+    models = {name: load_model(folder).to(device) for name, folder in drafters.items()}
+    for name, model in models.items():
+        if model.config.vocab_size != target.config.vocab_size:
+            raise InputError(
+                f"the drafter {name} in {drafters[name]} has a vocabulary of {model.config.vocab_size} tokens and the target "
+                f"of {target.config.vocab_size}; they must be the same: build the drafter for this target"
+            )
+    context = min(shape_of(model).one_rope_length for model in (target, *models.values()))
+    prompts = first_prompts(out, held_out_prompts(tokenizer, options, context))
+    asked = HeldOut(target, prompts, stop_ids_of(target_folder, tokenizer), options, seed)
     settings: list[dict[str, Any]] = []
     parts = len(SAMPLINGS) * (1 + len(drafters) * (1 + len(options.draft_lengths)))
     with progress("evaluate on held-out prompts", parts, "parts") as bar:
@@ -146,7 +126,7 @@ def evaluate(
             file = out / "settings" / f"{name}.json"
             bar.set_postfix_str(name)
             before = file.exists()
-            found = finished_part(file, len(asked.prompts), compute)
+            found = finished_part(file, len(prompts), compute)
             if before:
                 bar.skip(1)
             else:
@@ -158,7 +138,7 @@ def evaluate(
             responses = part(f"target-{sampling.key}", len, partial(asked.own_responses, sampling))
             for name, draft in models.items():
                 stem = f"{name}-{sampling.key}"
-                read = partial(teacher_forced, asked.target, draft, asked.prompts, responses, sampling)
+                read = partial(teacher_forced, target, draft, prompts, responses, sampling)
                 forced = part(f"{stem}-agreement", itemgetter(1), read)
                 for gamma in options.draft_lengths:
                     decode = partial(asked.counts, draft, sampling, gamma)

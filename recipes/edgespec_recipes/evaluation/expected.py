@@ -14,9 +14,8 @@ Rao-Blackwell estimate: the mean of `speculation.speculate`'s counts over texts,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +29,7 @@ from edgespec_recipes.losses.distributions import warp
 ROWS = 8  # responses scored together: [8 x response tokens, V] probabilities of the target and of one draft are alive at once
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """How a draft meets one response, position by position; all arrays [n] float64 in [0, 1].
 
     `passing` is a_t = min(1, q(y_t) / p(y_t)), `overlap` is Σ_v min(p, q) (DistillSpec Eq. 3), whose mean is the
@@ -46,14 +44,12 @@ class Agreement:
     draw_match: np.ndarray
 
 
-@dataclass(frozen=True)
-class ExpectedCounts:
+class ExpectedCounts(NamedTuple):
     """What RawCounts counts, in expectation given the response: `tested[i]` and `accepted[i]` at position i of a block."""
 
     blocks: float
-    emitted: int
-    tested: tuple[float, ...]
-    accepted: tuple[float, ...]
+    tested: list[float]
+    accepted: list[float]
 
 
 def passing_chance(p: Tensor, q: Tensor) -> Tensor:
@@ -139,11 +135,10 @@ def expected_counts(
     agreements: Mapping[str, Sequence[Agreement]], draft_length: int, max_new_tokens: int
 ) -> dict[str, list[ExpectedCounts]]:
     """The counts of every draft on every response at one γ; `max_new_tokens` is the limit the responses were sampled with."""
-    names = list(agreements)
-    found: dict[str, list[ExpectedCounts]] = {name: [] for name in names}
+    found: dict[str, list[ExpectedCounts]] = {name: [] for name in agreements}
     for items in zip(*agreements.values(), strict=True):  # all drafts on one response
         passing = np.stack([item.passing for item in items])
         counts = (each.tolist() for each in expected_blocks(passing, draft_length, max_new_tokens))
-        for name, blocks, tested, accepted in zip(names, *counts, strict=True):
-            found[name].append(ExpectedCounts(blocks, passing.shape[1], tuple(tested), tuple(accepted)))
+        for of_draft, *numbers in zip(found.values(), *counts, strict=True):
+            of_draft.append(ExpectedCounts(*numbers))
     return found

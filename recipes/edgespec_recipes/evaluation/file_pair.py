@@ -6,6 +6,7 @@ Prompt by prompt, since an engine has one sequence. What the counts mean is repo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from edgespec_runtime.rules.table import LOSSLESS
 from edgespec.core.metrics import RawCounts, expected_acceptance
 from edgespec.core.progress import progress
 from edgespec.model_folder.check import shape_in
-from edgespec.recipe.sampling import SAMPLINGS, Sampling
+from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import EvaluateOptions
 from edgespec_recipes.evaluation.evaluation import finish, finished_part, first_prompts, held_out_prompts
 from edgespec_recipes.evaluation.report import TeacherForced, setting_of
@@ -47,62 +48,56 @@ def evaluate_files(
     stops = frozenset(stop_ids_of(target_folder, tokenizer))
     context = shape_in(target_folder / "config.json").context_length
     prompts = first_prompts(out, held_out_prompts(tokenizer, options, context))
-    target, draft = open_pair(
-        max(map(len, prompts)) + options.max_new_tokens + max(options.draft_lengths) + 1
-    )
-    try:
-        settings = []
-        with progress("evaluate on held-out prompts", len(SAMPLINGS) * len(prompts), "prompts") as bar:
-            for sampling in SAMPLINGS:
-                begun = bar.n
-                found = finished_part(
-                    out / "settings" / f"{DRAFTER}-{sampling.key}.json",
-                    len(prompts),
-                    lambda how=sampling: [  # type: ignore[misc]
-                        _of_prompt((target, draft), prompt, how, options, seed + number, stops, bar)
-                        for number, prompt in enumerate(prompts)
-                    ],
-                )
-                bar.skip(begun + len(prompts) - bar.n)  # where it was measured before
-                forced = [item["agreement"] for item in found]
-                for place, gamma in enumerate(options.draft_lengths):
-                    counts = [item["counts"][place] for item in found]
-                    settings.append(setting_of(DRAFTER, sampling, gamma, counts, forced))
-    finally:
-        draft.engine.close()
-        target.engine.close()
+    longest = max(map(len, prompts)) + options.max_new_tokens + max(options.draft_lengths) + 1
+    target, draft = pair = open_pair(longest)
+    settings = []
+    with (
+        closing(target.engine),
+        closing(draft.engine),
+        progress("evaluate on held-out prompts", len(SAMPLINGS) * len(prompts), "prompts") as bar,
+    ):
+        for sampling in SAMPLINGS:
+            how = DecodingOptions(
+                **asdict(sampling), max_new_tokens=options.max_new_tokens, rule=LOSSLESS, drafter=MODEL
+            )
+            begun = bar.n
+            found = finished_part(
+                out / "settings" / f"{DRAFTER}-{sampling.key}.json",
+                len(prompts),
+                lambda how=how: [  # type: ignore[misc]
+                    _of_prompt(
+                        pair, prompt, replace(how, seed=seed + number), options.draft_lengths, stops, bar
+                    )
+                    for number, prompt in enumerate(prompts)
+                ],
+            )
+            bar.skip(begun + len(prompts) - bar.n)  # where it was measured before
+            forced = [item["agreement"] for item in found]
+            for place, gamma in enumerate(options.draft_lengths):
+                counts = [item["counts"][place] for item in found]
+                settings.append(setting_of(DRAFTER, sampling, gamma, counts, forced))
     return finish(out, settings, [DRAFTER], cost_ratio, seed)
 
 
 def _of_prompt(
     pair: Pair,
     prompt: list[int],
-    sampling: Sampling,
-    options: EvaluateOptions,
-    seed: int,
+    how: DecodingOptions,
+    draft_lengths: Sequence[int],
     stops: frozenset[int],
     bar: Any,
 ) -> dict[str, Any]:
     """Counts for each draft length, and how far p and q agree on the target's own reply."""
     target, draft = pair
-    how = DecodingOptions(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_new_tokens=options.max_new_tokens,
-        seed=seed,
-        rule=LOSSLESS,
-        drafter=MODEL,
-    )
 
-    def decoded(draft_length: int) -> tuple[RawCounts, list[int]]:
+    def decoded(how: DecodingOptions) -> tuple[RawCounts, list[int]]:
         counts, reply = RawCounts(), list[int]()
-        each = replace(how, draft_length=draft_length) if draft_length else plain(how)
-        for block in decode(target, draft, prompt, each, stops, counts):
+        for block in decode(target, draft, prompt, how, stops, counts):
             reply += block.tokens
         return counts, reply
 
-    _, reply = decoded(0)
-    drafted = [decoded(gamma)[0] for gamma in options.draft_lengths]
+    _, reply = decoded(plain(how))
+    drafted = [decoded(replace(how, draft_length=gamma))[0] for gamma in draft_lengths]
     found = {
         "counts": list(map(asdict, drafted)),
         "agreement": teacher_forced(target, draft, prompt, reply, Warp.of(how)),
