@@ -29,9 +29,8 @@ from edgespec.core.texts import parse_yaml
 MOST_BYTES = 2**20  # of a file that people write by hand
 FIELDS = ("purpose", "needs", "cost", "command")
 _NAMES = "|".join(map(str.capitalize, FIELDS))
-_FIELD = re.compile(
-    rf"^# ({_NAMES}):[ \t]+(.*(?:\n#  +.*)*)", re.MULTILINE
-)  # with the lines that go on with it
+# with the lines that go on with it
+_FIELD = re.compile(rf"^# ({_NAMES}):[ \t]+(.*(?:\n#  +.*)*)", re.MULTILINE)
 _MORE = re.compile(r"[ \t\\]*\n#  +")
 
 
