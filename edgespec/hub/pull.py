@@ -67,8 +67,8 @@ class _Bounded(FileIO):
 def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
     """Fetch the bundle into `out`, which appears when all of it is there and right.
 
-    Meanwhile everything lies in a sibling folder `.NAME.partial`: files/ what is done, parts/ what is under way, named by the
-    sha256 wanted, so that a part is never continued with other content.
+    Meanwhile everything lies in a sibling folder `.NAME.partial`, in parts/ under the sha256 wanted, so that a part is never
+    continued with other content. When all are whole, they are put together in files/.
 
     Raises InputError (network, gate, room, another pull), BundleError (content).
     """
@@ -86,19 +86,23 @@ def _pull(repo: str, out: Path, revision: str, most_bytes: int, partial: Path, f
     """See `pull`; `fresh`: the partial folder was not there before."""
     done, parts = partial / "files", partial / "parts"
     with writing(partial):
-        for folder in (done, parts):
-            folder.mkdir(parents=True, exist_ok=True)
+        parts.mkdir(parents=True, exist_ok=True)
+        for file in [
+            *filter(Path.is_file, done.rglob("*"))
+        ]:  # of a run that ended while it put them together
+            os.replace(file, parts / sha256_file(file))
+        shutil.rmtree(done, ignore_errors=True)
     try:
-        commit = _fetch_manifest(repo, revision, done)
+        commit = _fetch_manifest(repo, revision, partial)
     except Exception:
         if fresh:  # a repository that cannot be had leaves nothing behind
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    if _is_complete(out, done / MANIFEST):
+    if _is_complete(out, partial / MANIFEST):
         shutil.rmtree(partial, ignore_errors=True)
         print(f"{out} is this bundle already, and whole")
         return
-    manifest = read_manifest(done)
+    manifest = read_manifest(partial)
     check_names((*manifest.files, MANIFEST), repo)
     total = sum(entry.bytes for entry in manifest.files.values())
     if total > most_bytes:
@@ -106,9 +110,8 @@ def _pull(repo: str, out: Path, revision: str, most_bytes: int, partial: Path, f
             f"{repo} has {byte_size(total)}, and at most {byte_size(most_bytes)} are taken; give a larger "
             "--max-gib if you want it"
         )
-    waiting = {name: entry for name, entry in manifest.files.items() if not _has(done / name, entry)}
-    unheld = {entry.sha256: entry.bytes - _held(parts / entry.sha256) for entry in waiting.values()}
-    missing = max(0, sum(unheld.values()))
+    contents = {entry.sha256: (name, entry) for name, entry in manifest.files.items()}
+    missing = sum(max(0, entry.bytes - _held(parts / sha256)) for sha256, (_, entry) in contents.items())
     if missing > (free := free_disk(partial)):
         raise InputError(
             f"{repo} has {byte_size(missing)} still to fetch and {partial.parent.resolve()} has {byte_size(free)} free; "
@@ -117,20 +120,20 @@ def _pull(repo: str, out: Path, revision: str, most_bytes: int, partial: Path, f
     step(
         f"{repo} at {commit[:12]}: {len(manifest.files)} files, {byte_size(total)}; {byte_size(missing)} still to fetch"
     )
-    finished = {entry.sha256: done / name for name, entry in manifest.files.items() if name not in waiting}
     with progress("pull", total / MIB, "MiB", done=(total - missing) / MIB) as bar:
-        for name, entry in waiting.items():
+        for name, entry in contents.values():
             bar.set_postfix_str(name[-40:])
-            part = parts / entry.sha256
-            if entry.sha256 in finished:  # both models have a copy of some files
-                shutil.copyfile(finished[entry.sha256], part)
+            _fetch(repo, commit, name, entry, parts / entry.sha256, bar)
+    with writing(done):
+        placed: dict[str, Path] = {}
+        for name, entry in manifest.files.items():
+            (done / name).parent.mkdir(parents=True, exist_ok=True)
+            if entry.sha256 in placed:  # both models have a copy of some files
+                shutil.copyfile(placed[entry.sha256], done / name)
             else:
-                _fetch(repo, commit, name, entry, part, bar)
-            with writing(done / name):
-                (done / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(part, done / name)
-            finished[entry.sha256] = done / name
-    _drop_others(done, {*manifest.files, MANIFEST})
+                os.replace(parts / entry.sha256, done / name)
+            placed[entry.sha256] = done / name
+        os.replace(partial / MANIFEST, done / MANIFEST)
     open_manifest(done, hashes=False)
     with writing(out):
         with suppress(OSError):
@@ -148,11 +151,6 @@ def _is_complete(out: Path, manifest: Path) -> bool:
         raise InputError(f"{out} is there already and is not this bundle; give another --out, or remove it")
     open_manifest(out)
     return True
-
-
-def _has(file: Path, entry: BundleFile) -> bool:
-    """Whether a finished file is the one wanted."""
-    return file.is_file() and file.stat().st_size == entry.bytes and sha256_file(file) == entry.sha256
 
 
 def _held(part: Path) -> int:
@@ -174,19 +172,18 @@ def _fetch_manifest(repo: str, revision: str, folder: Path) -> str:
         raise BundleError(
             f"{MANIFEST} of {repo} has {seen.size} bytes; at most {MAX_MANIFEST_BYTES} are read"
         )
-    part = folder / f"{MANIFEST}.part"
-    part.unlink(missing_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
     with progress("pull", seen.size / MIB, "MiB") as bar:
-        _download(repo, seen.commit_hash, MANIFEST, seen.size, part, bar)
-    os.replace(part, folder / MANIFEST)
+        _download(repo, seen.commit_hash, MANIFEST, seen.size, folder / MANIFEST, bar)
     return str(seen.commit_hash)
 
 
 def _fetch(repo: str, commit: str, name: str, entry: BundleFile, part: Path, bar: Any) -> None:
-    """Download one file to `part`, going on where it was cut off, and hold it against the manifest. Raises BundleError."""
+    """Download one file to `part`, as far as it is not there, and hold it against the manifest. Raises BundleError."""
     if _held(part) > entry.bytes:
         part.unlink()
-    _download(repo, commit, name, entry.bytes, part, bar)
+    if not part.exists() or _held(part) < entry.bytes:
+        _download(repo, commit, name, entry.bytes, part, bar)
     seen = sha256_file(part)
     try:
         if seen != entry.sha256:
@@ -228,13 +225,3 @@ def _download(repo: str, commit: str, name: str, wanted: int, part: Path, bar: A
                         "altered: tell its owner"
                     ) from error
         os.fsync(stream.fileno())
-
-
-def _drop_others(folder: Path, wanted: set[str]) -> None:
-    """Remove what an earlier revision of the repository left among the finished files."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_dir():
-            with suppress(OSError):  # not empty
-                path.rmdir()
-        elif path.relative_to(folder).as_posix() not in wanted:
-            path.unlink()

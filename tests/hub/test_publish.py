@@ -247,6 +247,18 @@ def test_a_part_of_other_content_is_not_continued(hub: Hub, bundle: Path, tmp_pa
     assert contents(tmp_path / "pair") == contents(bundle)
 
 
+def test_a_pull_that_ended_while_it_put_its_files_together(hub: Hub, bundle: Path, tmp_path: Path) -> None:
+    """What it had goes on being used, and a file of another revision is not in the bundle."""
+    hub.store(REPO, bundle)
+    name, done = "target/target-q8_0.gguf", tmp_path / ".pair.partial" / "files"
+    (done / name).parent.mkdir(parents=True)
+    (done / name).write_bytes((bundle / name).read_bytes())
+    (done / "older.md").write_text("of another revision")
+    assert edgespec(hub, tmp_path, "pull", REPO).returncode == 0
+    assert contents(tmp_path / "pair") == contents(bundle)
+    assert not [line for line in hub.requests if line.endswith("target-q8_0.gguf")]
+
+
 def altered(hub: Hub, change: Any) -> None:
     """A repository whose manifest says something else."""
     value = json.loads(hub.repos[REPO][MANIFEST])
