@@ -10,15 +10,13 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.no_room import place_of, write_error
 
 SUFFIXES = frozenset(
-    {
-        *(".json", ".jsonl", ".yaml", ".jinja", ".md", ".txt", ".png"),
-        *(".model", ".onnx", ".data", ".gguf", ".safetensors"),
-    }
+    ".json .jsonl .yaml .jinja .md .txt .png .model .onnx .data .gguf .safetensors".split()  # noqa: SIM905
 )
 """Endings of the files a bundle may have."""
 NAMES = frozenset({"LICENSE", "NOTICE"})
@@ -88,47 +86,40 @@ def hub_errors(repo: str, doing: str) -> Iterator[None]:
     """Turn what the hub's client raises into one InputError with the next step."""
     from huggingface_hub import errors
 
-    page, login = f"{endpoint()}/{repo}", "log in with `hf auth login`, or set HF_TOKEN"
-    again = "run the same command again to go on from here"
     try:
         yield
     except EdgespecError:
         raise
-    except errors.GatedRepoError as error:
-        raise InputError(
-            f"{repo} is gated: accept its conditions at {page} with your account, {login}, then {again}"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise InputError(
-            f"{repo} was not found at {endpoint()}: it does not exist, or it is private and this machine has no token for it; "
-            f"check the name, or {login}"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise InputError(f"{repo} has no such revision; {page} shows its branches and commits") from error
-    except errors.EntryNotFoundError as error:
-        raise InputError(
-            f"{repo} lacks a file that a bundle has ({_first_line(error)}); it is no bundle, or its push was cut short"
-        ) from error
-    except errors.OfflineModeIsEnabled as error:
-        raise InputError(f"{doing} {repo} needs the network, and HF_HUB_OFFLINE is set; unset it") from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        cure = f"{login} with a token that may {doing} it" if status in (401, 403) else again
-        raise InputError(
-            f"the hub answered {status} to {doing} {repo} ({_first_line(error)}); {cure}"
-        ) from error
-    except (errors.HTTPError, OSError, RuntimeError) as error:
+    except Exception as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         full = write_error(place_of(cause, os.getcwd()), cause) if isinstance(cause, OSError) else None
         if full is not None:
             raise full from error
-        raise InputError(
-            f"{endpoint()} cannot be reached, or the connection broke ({type(cause).__name__}: {_first_line(cause)}); check the "
-            f"network, then {again}"
-        ) from error
-    except ValueError as error:
-        raise InputError(f"the hub's client refused to {doing} {repo}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+        page, login = f"{endpoint()}/{repo}", "log in with `hf auth login`, or set HF_TOKEN"
+        again, said = "run the same command again to go on from here", " ".join(str(cause).split())[:200]
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        cure = f"{login} with a token that may {doing} it" if status in (401, 403) else again
+        words: dict[Any, str] = {  # the first that an error is
+            errors.GatedRepoError: (
+                f"{repo} is gated: accept its conditions at {page} with your account, {login}, then {again}"
+            ),
+            errors.RepositoryNotFoundError: (
+                f"{repo} was not found at {endpoint()}: it does not exist, or it is private and this machine has no token for "
+                f"it; check the name, or {login}"
+            ),
+            errors.RevisionNotFoundError: f"{repo} has no such revision; {page} shows its branches and commits",
+            errors.EntryNotFoundError: (
+                f"{repo} lacks a file that a bundle has ({said}); it is no bundle, or its push was cut short"
+            ),
+            errors.OfflineModeIsEnabled: f"{doing} {repo} needs the network, and HF_HUB_OFFLINE is set; unset it",
+            errors.HfHubHTTPError: f"the hub answered {status} to {doing} {repo} ({said}); {cure}",
+            (errors.HTTPError, OSError, RuntimeError): (
+                f"{endpoint()} cannot be reached, or the connection broke ({type(cause).__name__}: {said}); check the network, "
+                f"then {again}"
+            ),
+            ValueError: f"the hub's client refused to {doing} {repo}: {said}",
+        }
+        found = next((text for kind, text in words.items() if isinstance(error, kind)), None)
+        if found is None:
+            raise
+        raise InputError(found) from error

@@ -43,10 +43,15 @@ class Options:
 
 
 def run(given: dict[str, Any]) -> int:
+    from huggingface_hub import get_token
+
     options = from_mapping(Options, given)
     check_repo(options.repo)
-    if options.yes:
-        check_token(options.repo)
+    if options.yes and get_token() is None:
+        raise InputError(
+            f"pushing to {options.repo} needs a token and this machine has none; log in with `hf auth login`, or set HF_TOKEN to "
+            "a token that may write"
+        )
     folder = Path(options.bundle)
     manifest = open_manifest(folder)
     files = files_to_send(folder, manifest)
@@ -67,17 +72,6 @@ def run(given: dict[str, Any]) -> int:
         },
     )
     return 0
-
-
-def check_token(repo: str) -> None:
-    """Raise InputError where this machine has no token."""
-    from huggingface_hub import get_token
-
-    if get_token() is None:
-        raise InputError(
-            f"pushing to {repo} needs a token and this machine has none; log in with `hf auth login`, or set HF_TOKEN to a token "
-            "that may write"
-        )
 
 
 def files_to_send(folder: Path, manifest: Manifest) -> dict[str, BundleFile]:
@@ -108,15 +102,11 @@ def shown(folder: Path, manifest: Manifest, files: Mapping[str, BundleFile]) -> 
 
 def local_paths(value: Any) -> list[str]:
     """The absolute paths among the strings of a JSON value, each once."""
-    if isinstance(value, Mapping):
-        found = [path for item in value.values() for path in local_paths(item)]
-    elif isinstance(value, list):
-        found = [path for item in value for path in local_paths(item)]
-    else:
-        words = value.split() if isinstance(value, str) else []
-        found = [
-            word for word in words if PurePosixPath(word).is_absolute() or PureWindowsPath(word).is_absolute()
-        ]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    found = [path for item in items for path in local_paths(item)]
+    for word in value.split() if isinstance(value, str) else ():
+        if PurePosixPath(word).is_absolute() or PureWindowsPath(word).is_absolute():
+            found.append(word)
     return list(dict.fromkeys(found))
 
 
