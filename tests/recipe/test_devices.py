@@ -141,7 +141,6 @@ def test_a_device_without_its_files_is_refused() -> None:
 
 def test_weights_are_as_large_as_the_files_of_published_shapes() -> None:
     from edgespec_export.synthetic import gguf_file as synthetic_gguf
-    from edgespec_export.synthetic import onnx_folder as synthetic_onnx
 
     for name in ("llama-2-7b-chat", "tinyllama-1.1b-chat", "smollm2-360m-instruct", "qwen2.5-7b-instruct"):
         shape = TARGETS[name].shape
@@ -149,9 +148,6 @@ def test_weights_are_as_large_as_the_files_of_published_shapes() -> None:
         for precision in ("f16", "q8_0"):
             said = costs.file_bytes(shape, "llama.cpp", precision)
             assert said == pytest.approx(synthetic_gguf.planned_bytes(shape, precision), rel=1e-3)
-        for precision in ("fp32", "int4"):
-            said = costs.file_bytes(shape, "onnxruntime", precision)
-            assert said == pytest.approx(synthetic_onnx.planned_bytes(shape, precision)[0], rel=1e-3)
 
 
 def test_the_arithmetic_of_llama_on_a_raspberry_pi() -> None:

@@ -181,12 +181,15 @@ def check_config(config: dict[str, Any], model_folder: Path) -> Family:
     return family
 
 
-def check_shape(shape: ModelShape, name: str) -> None:
-    """Refuse heads that GroupQueryAttention does not take, and `check_widths`. Raises InputError."""
+def check_shape(shape: ModelShape, name: str, cure: str = "") -> None:
+    """Refuse heads that GroupQueryAttention does not take, and `check_widths`. `cure`: instead of the one for an export.
+
+    Raises InputError.
+    """
     if shape.head_dim % HEAD_STEP:
         raise InputError(
             f"{name} has heads of {shape.head_dim}; ONNX Runtime's GroupQueryAttention needs a multiple of {HEAD_STEP}: "
-            f"{leave_out('onnx')}; or choose a model with other heads"
+            + (cure or f"{leave_out('onnx')}; or choose a model with other heads")
         )
     check_widths(shape, name)
 

@@ -6,11 +6,13 @@ shard that is missing. Memory holds a piece of one matrix. Knows no tokenizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from edgespec.core.files import whole_file, write_array, write_json
 from edgespec.core.progress import progress
@@ -21,7 +23,7 @@ SHARD_BYTES = 2 * 2**30
 PIECE = 2**23  # weights drawn at once: 32 MiB as float32
 BYTES = 2  # of a bf16
 
-Tensor = tuple[str, tuple[int, ...]]
+Size = tuple[int, ...]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -33,47 +35,39 @@ def write_checkpoint(shape: ModelShape, folder: Path, seed: int = 0, shard_bytes
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", model_config(shape))
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-    tensors = list(shape.tensors().items())
-    shards = _shards(tensors, shard_bytes)
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    places = {tensor: number for number, (tensor, _) in enumerate(tensors)}
-    total = sum(_size(size) for _, size in tensors)
+    tensors = shape.tensors()
+    numbers = {name: number for number, name in enumerate(tensors)}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    total = int(split.metadata["total_size"])
     with progress("write random weights", total >> 20, "MiB") as bar:
-        for name, shard in zip(names, shards, strict=True):
-            if not (folder / name).exists():
-                _write_shard(folder / name, shard, seed, places)
-            bar.update(sum(_size(size) for _, size in shard) >> 20)
-    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard}
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        for file, names in split.filename_to_tensors.items():
+            shard = {name: tensors[name] for name in names}
+            if not (folder / file).exists():
+                _write_shard(folder / file, shard, seed, numbers)
+            bar.update(sum(map(_bytes, shard.values())) >> 20)
+    write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     return total
 
 
-def _size(size: tuple[int, ...]) -> int:
-    return BYTES * int(np.prod(size, dtype=np.int64))
+def _bytes(size: Size) -> int:
+    return BYTES * prod(size)
 
 
-def _shards(tensors: list[Tensor], most: int) -> list[list[Tensor]]:
-    shards: list[list[Tensor]] = [[]]
-    filled = 0
-    for name, size in tensors:
-        if shards[-1] and filled + _size(size) > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append((name, size))
-        filled += _size(size)
-    return shards
-
-
-def _write_shard(file: Path, shard: list[Tensor], seed: int, places: dict[str, int]) -> None:
+def _write_shard(file: Path, shard: Mapping[str, Size], seed: int, numbers: Mapping[str, int]) -> None:
     with whole_file(file) as temporary, open(temporary, "wb") as stream:
-        stream.write(header_of({name: ("BF16", size) for name, size in shard}))
-        for name, size in shard:
-            generator = np.random.Generator(np.random.SFC64([seed, places[name]]))
+        stream.write(header_of({name: ("BF16", size) for name, size in shard.items()}))
+        for name, size in shard.items():
+            generator = np.random.Generator(np.random.SFC64([seed, numbers[name]]))
             for floats in drawn(size, generator, bias=name.endswith(".bias")):
                 write_array(stream, (floats.view(np.uint32) >> 16).astype(np.uint16))  # bf16: the upper half
 
 
-def drawn(size: tuple[int, ...], generator: np.random.Generator, *, bias: bool) -> Iterator[Floats]:
+def drawn(size: Size, generator: np.random.Generator, *, bias: bool) -> Iterator[Floats]:
     """Content of one tensor in float32, in pieces of rows."""
     if len(size) == 1:
         yield np.full(size, 0.0 if bias else 1.0, dtype=np.float32)

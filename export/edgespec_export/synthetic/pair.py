@@ -2,7 +2,6 @@
 
 CACHE/synthetic/NAME-<hash of both shapes>/target-q4_0.gguf  drafter-q4_0.gguf     llama.cpp
                                            target-int4/      drafter-int4/         ONNX Runtime
-                                           sizes.json        bytes that a token reads of each
 """
 
 from __future__ import annotations
@@ -10,25 +9,27 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from edgespec_runtime.bench.synthetic import SyntheticPair
 
-from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.files import read_json, write_json
+from edgespec.core.errors import InputError
 from edgespec.core.folder_lock import held, remove_older
 from edgespec.core.free_space import free_disk, free_memory
 from edgespec.core.manifest import ROLES
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
+from edgespec.planning import costs
 from edgespec.planning.devices_fit import LOADED, WORKING_MEMORY
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions
 from edgespec.recipe.targets import TARGETS, shape_of_target
 from edgespec.shell.environment import cache_folder
+from edgespec_export.formats.export import ExportedFile, streamed_bytes
+from edgespec_export.onnx.to_onnx import FAST_GRAPH, check_shape, write_fast_graph
+from edgespec_export.synthetic import gguf_file, onnx_folder
 
 SCHEMA = 1  # of the files; a change makes new ones
 GIB = 2**30
@@ -45,7 +46,8 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
     """Make what is missing of the pair and say where it lies. `name`: an alias or its beginning, a folder with a config.json.
 
     The drafter has the shape that build-drafter would give it. Every file is whole or absent, so an interrupted run goes on
-    where it was. Raises InputError: unknown name or precision, too little room on the disk or in memory (with numbers).
+    where it was. Engine and precision: of bench.synthetic's PRECISIONS. Raises InputError: unknown name, too little room on the
+    disk or in memory (with numbers).
     """
     name = full_name(name)
     target = shape_of_target(name)
@@ -57,114 +59,62 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
     paths = {role: folder / f"{role}-{precision}{suffix}" for role in ROLES}
     plans = {role: _plan(shape, engine, precision) for role, shape in shapes.items()}
     what = f"{plain_name} on {engine} in {precision}"
-    _check_memory(what, [plan.kept for plan in plans.values()])
+    # both models must fit in memory together, else every step would read from the disk
+    running = LOADED * sum(kept for kept, _, _ in plans.values()) + WORKING_MEMORY
+    cure = "close other programs, or choose a smaller --precision or target"
+    _check_room(f"{what} takes about", running, "memory", free_memory(), cure)
     missing = [role for role in ROLES if not paths[role].exists()]
-    if missing and name in TARGETS:  # two folders of one name may have two shapes
-        remove_older(folder, COMMAND)  # what other versions made of it
-    _check_room(folder, what, [plans[role] for role in missing])
-    fast: dict[str, Path] = {}
-    if engine == ONNXRUNTIME and precision == "int4":
-        from edgespec_export.onnx.to_onnx import FAST_GRAPH, write_fast_graph
-
-        fast = {role: path / FAST_GRAPH for role, path in paths.items()}
-    sizes = folder / "sizes.json"
-    made = not missing and all(graph.exists() for graph in fast.values())
-    if not made or not _known(sizes, paths):
+    if missing:
+        if name in TARGETS:  # two folders of one name may have two shapes
+            remove_older(folder, COMMAND)  # what other versions made of it
+        kept, beside, memory = zip(*(plans[role] for role in missing), strict=True)
+        cure = "make room, or set EDGESPEC_HOME to a folder on another disk"
+        place = f"the disk of {folder}"
+        _check_room(f"the files of {what} take", sum(kept) + max(beside), place, free_disk(folder), cure)
+        cure = f"close other programs or choose --engine {LLAMACPP}"
+        _check_room(f"making the files of {what} takes", max(memory), "memory", free_memory(), cure)
+    has_fast = engine == ONNXRUNTIME and precision == "int4"
+    fast = {role: path / FAST_GRAPH for role, path in paths.items() if has_fast}
+    if missing or not all(graph.exists() for graph in fast.values()):
         with held(folder, COMMAND, wait=True):  # another bench may be making them
             missing = [role for role in ROLES if not paths[role].exists()]
             label = f"make {plain_name} {engine} {precision}"
-            with progress(label, len(ROLES), "files", done=2 - len(missing)) as bar:
+            write = gguf_file.write_gguf if engine == LLAMACPP else onnx_folder.write_onnx
+            with progress(label, len(ROLES), "files", done=len(ROLES) - len(missing)) as bar:
                 for role in missing:
                     bar.set_postfix_str(role)
-                    _write(shapes[role], engine, precision, paths[role], seed=ROLES.index(role))
+                    write(shapes[role], paths[role], precision, ROLES.index(role))
                     bar.update(1)
             for graph in fast.values():
                 if not graph.exists():
                     write_fast_graph(graph.parent)
-            _measure(sizes, engine, precision, paths)
+    files = [ExportedFile(role, engine, precision, path) for role, path in paths.items()]
     return SyntheticPair(
         name=plain_name,
         engine=engine,
         precision=precision,
         shapes=shapes,
         paths=paths,
-        streamed_bytes=_known(sizes, paths),
+        streamed_bytes={file.role: streamed_bytes(file) for file in files},
         fast_graphs=fast,
     )
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Bytes: of what is kept, of what is on the disk only meanwhile, of memory while it is made."""
+def _plan(shape: ModelShape, engine: str, precision: str) -> tuple[int, int, int]:
+    """Bytes, about: of what is kept, of what is on the disk only meanwhile, of memory while it is made.
 
-    kept: int
-    scratch: int
-    memory: int
-
-
-def _plan(shape: ModelShape, engine: str, precision: str) -> _Plan:
+    Raises InputError for widths that the engine or the exporter does not take.
+    """
     if engine == LLAMACPP:
-        from edgespec_export.synthetic import gguf_file
-
-        return _Plan(gguf_file.planned_bytes(shape, precision), 0, 0)
-    if engine != ONNXRUNTIME:
-        raise InputError(f"unknown engine {engine!r}{did_you_mean(engine, (ONNXRUNTIME, LLAMACPP))}")
-    from edgespec_export.synthetic import onnx_folder
-
-    return _Plan(*onnx_folder.planned_bytes(shape, precision), onnx_folder.build_memory(shape))
+        return gguf_file.planned_bytes(shape, precision), 0, 0
+    check_shape(shape, "a model", f"choose --engine {LLAMACPP}")
+    template = onnx_folder.template_of(shape)
+    beside = costs.file_bytes(template, engine, precision) + round(costs.exported_bytes(template, "bf16"))
+    memory = onnx_folder.EXPORTER_MEMORY + costs.building_bytes(template, (precision,))
+    return costs.file_bytes(shape, engine, precision), beside, memory
 
 
-def _check_memory(what: str, sizes: list[int]) -> None:
-    """Both models must fit in memory together, else every step would read from the disk."""
-    available, needed = free_memory(), int(LOADED * sum(sizes)) + WORKING_MEMORY
-    if available is not None and needed > available:
-        raise InputError(
-            f"{what} takes about {needed / GIB:.1f} GiB of memory and {available / GIB:.1f} GiB are free; close other programs, "
-            "or choose a smaller --precision or target"
-        )
-
-
-def _check_room(folder: Path, what: str, plans: list[_Plan]) -> None:
-    """What is still to be made must fit on the disk, and its making in memory."""
-    if not plans:
-        return
-    free = free_disk(folder)
-    needed = sum(plan.kept for plan in plans) + max(plan.scratch for plan in plans)
-    if needed > free:
-        raise InputError(
-            f"the files of {what} take {needed / GIB:.1f} GiB and the disk of {folder} has {free / GIB:.1f} GiB free; "
-            "make room, or set EDGESPEC_HOME to a folder on another disk"
-        )
-    available, memory = free_memory(), max(plan.memory for plan in plans)
-    if available is not None and memory > available:
-        raise InputError(
-            f"making the files of {what} takes {memory / GIB:.1f} GiB of memory and {available / GIB:.1f} GiB are free; "
-            f"close other programs or choose --engine {LLAMACPP}"
-        )
-
-
-def _write(shape: ModelShape, engine: str, precision: str, path: Path, seed: int) -> None:
-    if engine == LLAMACPP:
-        from edgespec_export.synthetic.gguf_file import write_gguf
-
-        write_gguf(shape, path, precision, seed)
-    else:
-        from edgespec_export.synthetic.onnx_folder import write_onnx
-
-        write_onnx(shape, path, precision, seed)
-
-
-def _known(file: Path, paths: dict[str, Path]) -> dict[str, int]:
-    """Bytes that a token reads of each file, as `_measure` kept them; nothing where one was not measured."""
-    known: dict[str, Any] = read_json(file) if file.exists() else {}
-    measured = all(path.name in known for path in paths.values())
-    return {role: int(known[path.name]) for role, path in paths.items()} if measured else {}
-
-
-def _measure(file: Path, engine: str, precision: str, paths: dict[str, Path]) -> None:
-    from edgespec_export.formats.export import ExportedFile, streamed_bytes
-
-    known: dict[str, Any] = read_json(file) if file.exists() else {}
-    for role, path in paths.items():
-        known[path.name] = streamed_bytes(ExportedFile(role, engine, precision, path))
-    write_json(file, known)
+def _check_room(what: str, needed: float, kind: str, free: int | None, cure: str) -> None:
+    """Raise InputError where less is free than is needed; `free` None: the system does not say."""
+    if free is not None and needed > free:
+        raise InputError(f"{what} {needed / GIB:.1f} GiB of {kind} and {free / GIB:.1f} GiB are free; {cure}")
