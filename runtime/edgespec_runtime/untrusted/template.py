@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import wraps
 from threading import Lock
@@ -45,7 +45,7 @@ from edgespec_runtime.untrusted.template_limits import (
 
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
 
-# Methods a template may call; none of these makes more than it is given, but for those which `_check_method` asks first.
+# Methods a template may call; none of these makes more than it is given, but for those which `_check` asks first.
 _METHODS: dict[type, frozenset[str]] = {
     str: frozenset(
         """
@@ -63,7 +63,7 @@ _METHODS: dict[type, frozenset[str]] = {
     float: frozenset(("is_integer",)),
 }
 # Python compares each character of these texts with each one of the argument, at worst, and no clock stops it.
-_PRODUCTS = frozenset(("strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition"))
+_PRODUCTS = frozenset(("strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition", "trim"))
 _FILTERS = """
     abs float int max min round sum
     capitalize center e escape filesizeformat forceescape format indent lower replace
@@ -178,12 +178,17 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(__obj, "__self__", None) is __self:
             return __obj(*args)  # put there by _Metered; the keywords are Jinja's notes on loops
-        named = (value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars"))
-        __self.meter.spend(sum(map(weight, (*args, *named))))
+        named = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+        __self.meter.spend(sum(map(weight, (*args, *named.values()))))
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str | bytes | list | tuple | dict | int | float):
-            args = tuple(__self._plain(one) for one in args)
-            __self._check_method(owner, __obj.__name__, args)
+            args, name = tuple(__self._plain(one) for one in args), __obj.__name__
+            check_numbers((*args, *named.values()))
+            if name == "join":
+                __self._check(name, args[0] if args else "", {"d": owner})
+            else:
+                known = _PARAMETERS.get(name) or range(len(args))
+                __self._check(name, owner, dict(zip(known, args, strict=False)) | named)
         return __self.metered_value(super().call(__context, __obj, *args, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -204,22 +209,23 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
         return checked
 
-    def _check_method(self, owner: Any, name: str, args: Sequence[Any]) -> None:
-        check_numbers(args)
-        if name == "join" and args:
-            self._check_join(args[0], owner)
-        elif name == "replace" and len(args) > 1:
-            self._check_replace(owner, args[0], args[1])
-        elif name in _PRODUCTS and args and args[0] is not None:
-            self.meter.spend(len(owner) * len(str(args[0])))
-
-    def _check_join(self, items: Any, separator: Any) -> None:
-        count = len(items) if isinstance(items, str | list | tuple | Mapping) else 0
-        self._room(weight(items, as_text=True) + count * len(str(separator)))
-
-    def _check_replace(self, text: Any, old: Any, new: Any) -> None:
-        text, old = str(text), str(old)
-        self._room(len(text) + text.count(old) * len(str(new)))
+    def _check(self, name: str, value: Any, named: Mapping[Any, Any]) -> None:
+        """Before a method or filter that makes more than it is given, or compares each character with each other one."""
+        if name == "join":
+            count = len(value) if isinstance(value, str | list | tuple | Mapping) else 0
+            self._room(weight(value, as_text=True) + count * len(str(named.get("d", ""))))
+        elif name == "replace":
+            text, old, new = str(value), str(named.get("old", "")), str(named.get("new", ""))
+            self._room(len(text) + text.count(old) * len(new))
+        elif name in _PRODUCTS:
+            self.meter.spend(
+                len(str(value)) * sum(len(str(one)) for one in named.values() if one is not None)
+            )
+        elif name == "indent":
+            width, lines = named.get("width", 4), len(str(value).splitlines()) + 1
+            self._room(len(str(value)) + lines * (len(width) if isinstance(width, str) else width))
+        elif name == "sum" and not isinstance(named.get("start", 0), int | float):
+            raise TemplateLimit("it sums what are no numbers; use join for text")
 
     def _room(self, size: int) -> None:
         """Before something of this size is made."""
@@ -249,20 +255,9 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             self.meter.spend(sum(weight(value, as_text=True) for value in (values[0], *others)))
             check_numbers(others)
             named = dict(zip(_PARAMETERS.get(name, ()), values[1:], strict=False)) | kwargs
-            if name == "join":
-                self._check_join(values[0], named.get("d", ""))
-            elif name == "replace":
-                self._check_replace(values[0], named.get("old", ""), named.get("new", ""))
-            elif name == "trim" and named.get("chars") is not None:
-                self.meter.spend(len(str(values[0])) * len(str(named["chars"])))
-            elif name == "indent":
-                width = named.get("width", 4)
-                lines = len(str(values[0]).splitlines()) + 1
-                self._room(len(str(values[0])) + lines * (len(width) if isinstance(width, str) else width))
-            elif name == "format":
-                check_format(str(values[0]), (*values[1:], *kwargs.values()))
-            elif name == "sum" and not isinstance(named.get("start", 0), int | float):
-                raise TemplateLimit("it sums what are no numbers; use join for text")
+            self._check(name, values[0], named)
+            if name == "format":
+                check_format(str(values[0]), others)
             return self.metered_value(self._plain(inner(*args[:first], *values, **kwargs)))
 
         return metered
@@ -301,6 +296,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return metered
 
 
+# Names of what comes behind the value, for `_check`.
 _PARAMETERS = {
     "join": ("d", "attribute"),
     "replace": ("old", "new", "count"),

@@ -62,6 +62,7 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
         ("{% set b = 'b'|center(900000) %}{{ ('a'|center(900000)).strip(b) }}", "steps' worth of work"),
         ("{% set b = 'b'|center(900000) %}{{ b|trim('a'|center(900000)) }}", "steps' worth of work"),
         ("{% set b = 'b'|center(900000) %}{{ (b ~ b).rfind('a' ~ b) }}", "steps' worth of work"),
+        ("{% set b = 'b'|center(900000) %}{{ (b ~ b).rsplit(maxsplit=1, sep='a' ~ b) }}", "steps' worth of work"),
         ("{% set b = 'x'|center(900000) %}{{ ('%(a)s' * 800) % {'a': b} }}", "would format a text of"),
         ("{% set b = 'x'|center(900000) %}{{ ('{0}' * 1300).format(b) }}", "would format a text of"),
         ("{{ range(8000)|list|tojson(separators=('x'|center(900000), ':')) }}", "separates JSON by more than 64"),
