@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.families import FAMILIES, Family
+from edgespec.core.families import FAMILIES, having, with_architecture
 from edgespec_runtime.untrusted.gguf_file import Header, read_header
 
 AGAIN = "fetch the file again"
 TOKENS = "tokenizer.ggml.tokens"
 ROPE_FACTORS = "rope_freqs.weight"
 _LOW, _HIGH = 1.0, 4.0  # turns within the original context between which Llama 3.1 blends
-READABLE: dict[str, Family] = {}
+READABLE = {FAMILIES[name].gguf: with_architecture(FAMILIES[name].gguf) for name in having("read_as_target")}
 """The family that a file of an architecture is read as; of two with one architecture, the first."""
-for _family in FAMILIES.values():
-    if _family.read_as_target:
-        READABLE.setdefault(_family.gguf, _family)
 _READ = frozenset(
     """
     block_count context_length embedding_length feed_forward_length vocab_size attention.head_count attention.head_count_kv
@@ -51,12 +48,14 @@ def read_model(file: Path) -> tuple[Header, dict[str, Any]]:
             f"{file} is a {architecture[:40]!r} model; of GGUF files {', '.join(READABLE)} are read as a target: give the "
             "model's folder or hub id instead"
         )
-    keys = {
-        name.removeprefix(f"{architecture}."): value
-        for name, value in header.values.items()
-        if name.startswith(f"{architecture}.")
-    }
-    _refuse_unknown(keys, architecture, file)
+    own = f"{architecture}."
+    keys = {name.removeprefix(own): value for name, value in header.values.items() if name.startswith(own)}
+    for name, value in keys.items():
+        if name not in _READ | _SAYS_NOTHING and value != _USUAL.get(name, 0):
+            raise InputError(
+                f"{file} has {own}{name[:80]} {value!r:.40}, which this edgespec does not know for a target; give the model's "
+                "folder or hub id instead"
+            )
 
     def number(name: str, default: Any = None, kind: type[Any] = int) -> Any:
         seen = keys.get(name, default)
@@ -114,16 +113,6 @@ def shortest(value: float) -> float:
     """The shortest decimal that is this float32: files hold 1e-5 as 9.999999747378752e-06."""
     decimals = (float(f"{value:.{digits}g}") for digits in range(1, 10))
     return next((short for short in decimals if c_float(short).value == c_float(value).value), value)
-
-
-def _refuse_unknown(keys: Mapping[str, Any], architecture: str, file: Path) -> None:
-    for name, value in keys.items():
-        if name in _READ or name in _SAYS_NOTHING or value == _USUAL.get(name, 0):
-            continue
-        raise InputError(
-            f"{file} has {architecture}.{name[:80]} {value!r:.40}, which this edgespec does not know for a target; give the "
-            "model's folder or hub id instead"
-        )
 
 
 def _rope(keys: Mapping[str, Any], number: Any, context: int, file: Path) -> dict[str, Any]:

@@ -200,11 +200,7 @@ class _Header:
         architecture = pairs.get("general.architecture")
         for name, most in _BOUNDS.items():
             seen = pairs.get(f"{architecture}.{name}")
-            if (
-                seen is not None
-                and not isinstance(seen, range)
-                and not (type(seen) is int and 1 <= seen <= most)
-            ):
+            if not (isinstance(seen, range | None) or (type(seen) is int and 1 <= seen <= most)):
                 raise self._refuse(f"has {name} {seen!r:.80}", f"1 to {most}")
         tokens = pairs.get("tokenizer.ggml.tokens")
         for name in ("scores", "token_type"):

@@ -13,16 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.core.errors import BundleError
-from edgespec.core.files import kind_of
+from edgespec.core.files import kind_of, path_problem
 from edgespec.core.manifest import AGAIN
 
 MAX_FIELDS = 2_000_000
 MAX_DEPTH = 32
-MAX_NAME = 255
 
 # Which fields of a message are messages that can hold tensors, by kind (numbers of onnx.proto).
 _CHILDREN = {
-    "model": {7: "graph", 25: "function"},
+    "model": {7: "graph", 20: "training", 25: "function"},
     "graph": {1: "node", 5: "tensor", 15: "sparse"},
     "function": {7: "node", 11: "attribute"},
     "node": {5: "attribute"},
@@ -30,7 +29,6 @@ _CHILDREN = {
     "sparse": {1: "tensor", 2: "tensor"},
     "tensor": {13: "entry"},
 }
-_TRAINING = 20  # ModelProto.training_info
 
 
 def check_onnx(path: Path) -> None:
@@ -66,9 +64,9 @@ class _Walk:
         for number, at, stop in self._fields(start, end):
             child = children.get(number)
             if child is None:
-                if kind == "model" and number == _TRAINING:
-                    raise self._refuse("holds training information; a graph for inference is wanted")
                 continue
+            if child == "training":
+                raise self._refuse("holds training information; a graph for inference is wanted")
             if at < 0:
                 raise self._refuse(f"has a plain number in field {number} of a {kind}; a message is wanted")
             graphs += child == "graph"
@@ -98,8 +96,7 @@ class _Walk:
             )
 
     def _size(self, name: str) -> int:
-        plain = name.isprintable() and 0 < len(name) <= MAX_NAME and not name.startswith(".")
-        if not plain or set(name) & set("/\\:"):
+        if path_problem(name) or "/" in name or name.startswith("."):
             raise self._refuse(
                 f"keeps data in {name[:80]!r}; the name of a file beside it is wanted, without a folder"
             )
@@ -142,24 +139,19 @@ class _Walk:
             number, wire = tag >> 3, tag & 7
             if number == 0 or tag >= 2**32:
                 raise self._refuse(f"is no ONNX model: byte {at} begins field {number}")
-            if wire == 2:
-                length, at = self._varint(at, end)
-                if length > end - at:
-                    raise self._refuse(
-                        f"is cut short: byte {at} begins {length} bytes and {end - at} are left"
-                    )
-                yield number, at, at + length
-                at += length
-            elif wire == 0:
+            begin = -1
+            if wire == 0:
                 _, at = self._varint(at, end)
-                yield number, -1, -1
+            elif wire == 2:
+                length, begin = self._varint(at, end)
+                at = begin + length
             elif wire in (1, 5):
                 at += 8 if wire == 1 else 4
-                if at > end:
-                    raise self._refuse("is cut short inside a number")
-                yield number, -1, -1
             else:
                 raise self._refuse(f"is no ONNX model: byte {at} has wire type {wire}")
+            if at > end:
+                raise self._refuse(f"is cut short: field {number} reaches to byte {at} and {end} is the last")
+            yield number, begin, at
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         value = 0
