@@ -22,7 +22,7 @@ from edgespec.shell.environment import as_typed
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances_of
 from edgespec_runtime.chooser.kept_costs import costs_of
-from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.chooser.pass_costs import Costs, CostsAt
 from edgespec_runtime.doctor.block_difference import block_difference
 from edgespec_runtime.doctor.report import Findings, Threads, Variant, as_json, text
 from edgespec_runtime.engines.cached_engine import CachedEngine
@@ -65,7 +65,8 @@ def run(given: dict[str, Any]) -> int:
 def examine(options: Options) -> Findings:
     """Measure everything. Raises what `open_pair` raises."""
     notes: list[str] = []
-    asked = _asked(options)
+    values = {field.name: getattr(options, field.name) for field in fields(LoadOptions)}
+    asked = {name: value for name, value in values.items() if value != getattr(LoadOptions(), name)}
     manifest = open_manifest(Path(options.bundle))  # it opens every pair
     if options.context is None:  # chat takes the device's too, and looks for costs at that length
         options = replace(options, context=manifest.device.get("context"))
@@ -79,7 +80,8 @@ def examine(options: Options) -> Findings:
             costs, kept = costs_of(pair, how, notes.append, fresh=options.fresh)
             bar.update(1)
             bar.set_postfix_str("block against single steps")
-            prompts = _prompts(pair)
+            room = min(PROMPT_PART, pair.target.engine.context_length)
+            prompts = [pair.tokenizer.encode_chat(chat)[:room] for chat in pair.prompts()]
             notes += border_note(pair)
             chosen = _variant(pair, costs, prompts, EXACTNESS * options.seconds / 2)
             bar.update(1)
@@ -99,7 +101,9 @@ def examine(options: Options) -> Findings:
         device=this_device(),
         bandwidth=bandwidth,
         threads=pair.threads,
-        streamed=_streamed_bytes(pair, chosen.at.context),
+        streamed=streamed_bytes(
+            manifest, pair.engine, pair.precision, fast=pair.fast_graph, context=chosen.at.context
+        ),
         byte_ratio=pair.cost_ratios["bytes"],
         chosen=chosen,
         others=others,
@@ -123,18 +127,6 @@ def border_note(pair: Pair) -> list[str]:
     ]
 
 
-def _asked(options: Options) -> dict[str, Any]:
-    """The options of loading that were given: what a command needs to run the same pair."""
-    values = {field.name: getattr(options, field.name) for field in fields(LoadOptions)}
-    return {name: value for name, value in values.items() if value != getattr(LoadOptions(), name)}
-
-
-def _prompts(pair: Pair) -> list[list[int]]:
-    """Real prompts of the bundle, each cut to what is compared and to the context."""
-    room = min(PROMPT_PART, pair.target.engine.context_length)
-    return [pair.tokenizer.encode_chat(chat)[:room] for chat in pair.prompts()]
-
-
 def _variant(pair: Pair, costs: Costs, prompts: Sequence[Sequence[int]], seconds: float) -> Variant:
     """Costs of a loaded pair with the block difference measured on as many tokens as the time allows."""
     affordable = int(seconds / (PASSES * costs.at(costs.contexts[0]).verify(1)))
@@ -150,18 +142,17 @@ def _others(
     ways: list[LoadOptions] = []
     for engine, precision in pair.manifest.pairs():
         way = LoadOptions(engine, precision, options.context, options.threads)
-        if (engine, precision) != (pair.backend, pair.precision):
-            ways.append(way)
         if engine == LLAMACPP:
-            ways += [replace(way, flash_attention=on) for on in (False, True)]
-        if pair.manifest.fast_graph("target", engine, precision) is not None:
-            ways += [replace(way, mode=EXACT), replace(way, mode=FAST)]
+            ways += [replace(way, flash_attention=on) for on in (True, False)]
+        elif pair.manifest.fast_graph("target", engine, precision) is not None:
+            ways += [replace(way, mode=mode) for mode in (EXACT, FAST)]
+        else:
+            ways.append(way)
+    own = (chosen.engine, chosen.precision, chosen.flash_attention, chosen.fast_graph)
+    ways = [way for way in ways if (way.engine, way.precision, way.flash_attention, way.mode == FAST) != own]
     found: list[Variant] = []
-    seen = {(chosen.engine, chosen.precision, chosen.flash_attention, chosen.fast_graph)}
     how = CalibrateOptions(OTHERS * options.seconds / max(1, len(ways)), (chosen.at.context,))
     for way in ways:
-        if (way.engine, way.precision, way.flash_attention, way.mode == FAST) in seen:
-            continue
         try:
             other = open_pair(Path(options.bundle), way, manifest=pair.manifest)
         except EdgespecError as error:
@@ -171,11 +162,8 @@ def _others(
                 notes.append(note)
             continue
         with closing(other):
-            key = (other.engine, other.precision, other.flash_attention, other.fast_graph)
-            if key not in seen:
-                seen.add(key)
-                costs = calibrate(other.target, other.draft, how)
-                found.append(_variant(other, costs, prompts, EXACTNESS * options.seconds / 2 / len(ways)))
+            costs = calibrate(other.target, other.draft, how)
+            found.append(_variant(other, costs, prompts, EXACTNESS * options.seconds / 2 / len(ways)))
     return tuple(found)
 
 
@@ -186,40 +174,32 @@ def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
     tried = [count for count in counts if cores <= MOST_THREADS or count & (count - 1) == 0 or count == cores]
     if len(tried) == 1:
         return
-    how = CalibrateOptions(THREADS * options.seconds / (2 * len(tried)), (32,))
+    context = 32
+    how = CalibrateOptions(THREADS * options.seconds / (2 * len(tried)), (context,))
     how_loaded = replace(options, mode=pair.mode)  # the bundle's own where none was asked for
 
-    def measured(role: str, threads: int, longest: int) -> Costs:
+    def measured(role: str, threads: int, longest: int) -> CostsAt:
         model = load_model(pair.manifest, role, pair.engine, pair.precision, how_loaded, threads)
         with closing(model) as engine:
-            return calibrate(CachedEngine(engine), None, how, longest)
+            return calibrate(CachedEngine(engine), None, how, longest).at(context)
 
     for threads in tried:
-        target, step = measured("target", threads, 4), None
-        if pair.manifest.drafter.kind != HEAD:
-            draft = measured("drafter", threads, 1)
-            step = draft.at(draft.contexts[0]).verify(1)
-        context = target.contexts[0]
-        yield Threads(threads, target.at(context).verify(1), target.at(context).verify(4), step)
+        target, is_head = measured("target", threads, 4), pair.manifest.drafter.kind == HEAD
+        step = None if is_head else measured("drafter", threads, 1).verify(1)
+        yield Threads(threads, target.verify(1), target.verify(4), step)
 
 
-def _streamed_bytes(pair: Pair, context: int) -> int:
-    """About how many bytes a plain step reads: the target's weights, and the KV cache."""
-    shape = told_shape(pair.manifest.target.shape, "target")
-    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * context * CACHE_BYTES.get(pair.engine, 4)
-    return cache + weight_bytes(pair.manifest, pair.engine, pair.precision, fast=pair.fast_graph)
-
-
-def weight_bytes(manifest: Manifest, engine: str, precision: str, *, fast: bool) -> int:
-    """About how many bytes of the target's files a plain step reads: all, but one row of an embedding of its own."""
+def streamed_bytes(manifest: Manifest, engine: str, precision: str, *, fast: bool, context: int) -> int:
+    """About how many bytes a plain step reads: the target's files, of an embedding of its own one row, and the KV cache."""
     shape = told_shape(manifest.target.shape, "target")
+    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * context * CACHE_BYTES.get(engine, 4)
     if engine == ONNXRUNTIME and precision in WIDENED and not fast:
-        return 4 * shape.streamed_parameters
+        return cache + 4 * shape.streamed_parameters
     files = manifest.files_of("target", engine, precision, fast=fast)
     suffixes = (".gguf", ".onnx", ".data")
     size = sum(file.bytes for name, file in files.items() if name.endswith(suffixes))
-    if shape.tied and engine != STATIC:
-        return size
-    # ONNX keeps such an embedding in floats; in GGUF and mixed files its values take about as much as the others
-    each = size / shape.parameters if engine == LLAMACPP or precision == "mixed" else 4
-    return size - round(each * shape.embedding_parameters)
+    if not shape.tied or engine == STATIC:
+        # ONNX keeps it in floats; in GGUF and mixed files its values take about as much as the others
+        each = size / shape.parameters if engine == LLAMACPP or precision == "mixed" else 4
+        size -= round(each * shape.embedding_parameters)
+    return cache + size

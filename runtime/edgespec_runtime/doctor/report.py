@@ -86,26 +86,27 @@ class Findings:
     notes: tuple[str, ...]
 
 
-def cost_table(costs: Costs, *, markdown: bool = False) -> str:
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Headers, and rows of cells."""
+
+
+def cost_table(costs: Costs) -> Table:
     """Milliseconds of the single steps at every context."""
     rows = [
         (str(at.context), f"{1e3 * at.verify(1):.3g}", f"{1e3 * at.draft:.3g}", f"{at.c_t:.3f}")
         for at in map(costs.at, costs.contexts)
     ]
-    headers = ("context", "plain step ms", "drafter step ms", "c_t")
-    return table(headers, rows, markdown=markdown)
+    return ("context", "plain step ms", "drafter step ms", "c_t"), rows
 
 
-def draft_length_table(
-    chosen: Variant, acceptances: Sequence[Acceptance], byte_ratio: float, *, markdown: bool = False
-) -> str:
+def draft_length_table(findings: Findings) -> Table:
     """For each γ: v(γ + 1) at every context, then at the usual one the pass to make, the cost of a block and the α that pays it.
 
     Beside them what each known α gives, and what memory alone would allow (MBSU).
     """
-    costs, at = chosen.costs, chosen.at
+    costs, at = findings.chosen.costs, findings.chosen.at
     headers = ["", *(f"v at {context}" for context in costs.contexts), "pass", "cost", "break-even α"]
-    for known in acceptances:
+    for known in findings.acceptances:
         headers += [f"x plain, {known.where}", "MBSU"]
     rows = []
     for length in range(1, costs.longest):
@@ -113,48 +114,36 @@ def draft_length_table(
         padded = f"{length + 1} -> {size}" if size > length + 1 else str(size)
         row = [f"γ = {length}", *(f"{costs.at(context).v(length + 1):.2f}" for context in costs.contexts)]
         row += [padded, f"{at.block(length):.2f}", "none" if needed is None else f"{needed:.2f}"]
-        for known in acceptances:
-            efficiency = predicted_block_efficiency(known.rate, length)
-            row += [
-                f"{at.speedup(known.rate, length):.2f}",
-                f"{mbsu(efficiency, length, byte_ratio):.2f}",
-            ]
+        for known in findings.acceptances:
+            bound = mbsu(predicted_block_efficiency(known.rate, length), length, findings.byte_ratio)
+            row += [f"{at.speedup(known.rate, length):.2f}", f"{bound:.2f}"]
         rows.append(row)
-    return table(headers, rows, markdown=markdown)
+    return headers, rows
 
 
-def variant_table(findings: Findings, *, markdown: bool = False) -> str:
+def variant_table(findings: Findings) -> Table:
     """Every engine, precision and attention kernel that was measured; the chosen one first."""
-    rate = findings.acceptances[0].rate if findings.acceptances else None
+    headers = ["", "plain tok/s", "v(2)", "v(4)", "c_t", "block diff", "flips"]
+    headers += ["best γ", "x plain", "tok/s"] if findings.acceptances else []
     rows = []
     for variant in (findings.chosen, *findings.others):
-        at = variant.at
-        row = [
-            variant.name,
-            f"{at.plain_rate:.0f}",
-            f"{at.v(2):.2f}",
-            f"{at.v(4):.2f}",
-            f"{at.c_t:.2f}",
-            f"{variant.difference.largest:.1g}",
-            f"{variant.difference.flips}/{variant.difference.positions}",
-        ]
-        if rate is not None:
-            length, gain = at.best(rate)
-            row += [str(length), f"{gain:.2f}", f"{at.token_rate(rate):.0f}"]
+        at, seen = variant.at, variant.difference
+        row = [variant.name, f"{at.plain_rate:.0f}", f"{at.v(2):.2f}", f"{at.v(4):.2f}", f"{at.c_t:.2f}"]
+        row += [f"{seen.largest:.1g}", f"{seen.flips}/{seen.positions}"]
+        for known in findings.acceptances[:1]:
+            length, gain = at.best(known.rate)
+            row += [str(length), f"{gain:.2f}", f"{at.token_rate(known.rate):.0f}"]
         rows.append(row)
-    headers = ["", "plain tok/s", "v(2)", "v(4)", "c_t", "block diff", "flips"]
-    headers += ["best γ", "x plain", "tok/s"] if rate is not None else []
-    return table(headers, rows, markdown=markdown)
+    return headers, rows
 
 
-def thread_table(counts: Sequence[Threads], *, markdown: bool = False) -> str:
+def thread_table(counts: Sequence[Threads]) -> Table:
     """Milliseconds at each thread count."""
     rows = []
     for row in counts:
         times = [seconds for seconds in (row.target, row.target4, row.draft) if seconds is not None]
-        rows.append((str(row.threads), *(f"{1e3 * seconds:.3g}" for seconds in times)))
-    heads = ("threads", "target step ms", "4 tokens ms", "drafter step ms")
-    return table(heads[: len(rows[0])], rows, markdown=markdown)
+        rows.append([str(row.threads), *(f"{1e3 * seconds:.3g}" for seconds in times)])
+    return ("threads", "target step ms", "4 tokens ms", "drafter step ms")[: len(rows[0])], rows
 
 
 def limit(findings: Findings) -> str:
@@ -184,11 +173,11 @@ def diagnosis(findings: Findings) -> list[str]:
         if least is None:
             return ["Speculation cannot pay here, whatever the drafter: no α below 1 breaks even."]
         return [f"The bundle does not say its α; drafts pay where it is above {least[0]:.2f}."]
-    return [_diagnosed(chosen, known, findings) for known in findings.acceptances]
+    return [_diagnosed(findings, known) for known in findings.acceptances]
 
 
-def _diagnosed(chosen: Variant, known: Acceptance, findings: Findings) -> str:
-    at, rate = chosen.at, known.rate
+def _diagnosed(findings: Findings, known: Acceptance) -> str:
+    at, rate = findings.chosen.at, known.rate
     length, gain = at.best(rate)
     where = f"{known.where}, α = {rate:.2f}"
     if length:
@@ -202,17 +191,17 @@ def _diagnosed(chosen: Variant, known: Acceptance, findings: Findings) -> str:
     best = max(drafts, key=lambda draft: at.speedup(rate, draft))
     predicted = at.speedup(rate, best)
     verify_cost = at.v(at.pass_length(best + 1))
-    efficiency = predicted_block_efficiency(rate, best)
-    cause = block_cause(rate, efficiency, best, at.c_t, verify_cost)
-    says = (
+    cause = block_cause(rate, predicted_block_efficiency(rate, best), best, at.c_t, verify_cost)
+    return (
         f"Speculation does not pay ({where}): {predicted:.2f}x plain decoding at best, at γ = {best}. {cause}"
+        + _exactness_costs(findings, best)
     )
-    return f"{says}{_exactness_costs(chosen, best, findings.others)}"
 
 
-def _exactness_costs(chosen: Variant, length: int, others: Sequence[Variant]) -> str:
+def _exactness_costs(findings: Findings, length: int) -> str:
     """What the exact mode is part of the cause of: the same file in the other mode verifies clearly faster."""
-    for other in others:
+    chosen = findings.chosen
+    for other in findings.others:
         same = (other.engine, other.precision) == (chosen.engine, chosen.precision)
         mine = chosen.at.verify(length + 1)
         theirs = other.at.verify(length + 1)
@@ -226,67 +215,63 @@ def _exactness_costs(chosen: Variant, length: int, others: Sequence[Variant]) ->
 
 def advice(findings: Findings) -> list[str]:
     """Commands to run next, each with what it is for."""
-    chosen, bundle = findings.chosen, shell_line(findings.bundle)
-    threads = _faster_threads(findings)
-    asked = findings.asked if threads is None else {**findings.asked, "threads": threads}
-    flags = _flags(asked)
+    chosen, asked = findings.chosen, dict(findings.asked)
+    steps = {row.threads: row.target for row in findings.thread_counts}
+    quickest = min(steps, key=steps.__getitem__, default=0)
+    if quickest and CLEARLY * steps[quickest] < steps.get(findings.threads, 0.0):
+        asked["threads"] = quickest
+
+    def line(verb: str, options: Mapping[str, Any], use: str) -> str:
+        return f"{shell_line('edgespec', verb, findings.bundle, *as_flags(options))}    # {use}"
+
     if not findings.acceptances:
-        return [f"edgespec bench {bundle}{flags}    # measures α and the speed-up"]
+        return [line("bench", asked, "measures α and the speed-up")]
     rate = findings.acceptances[0].rate
     length, gain = chosen.at.best(rate)
-    how = f" --draft-length {length}" if length else " --no-draft"
+    how = {"draft_length": length} if length else {"draft": False}
     said = f"predicted {chosen.at.token_rate(rate):.0f} tok/s"
     said += f", {gain:.2f}x plain decoding" if length else ""
     if chosen.difference.flips:
         said += "; not exact: a block can change a greedy reply"
-    lines = [f"edgespec chat {bundle}{flags}{how}    # {said}"]
+    lines = [line("chat", asked | how, said)]
     if length:
-        lines.append(f"edgespec bench {bundle}{flags}    # measures what is predicted here")
+        lines.append(line("bench", asked, "measures what is predicted here"))
     fastest = max((chosen, *findings.others), key=lambda variant: variant.at.token_rate(rate))
     times = fastest.at.token_rate(rate) / chosen.at.token_rate(rate)
     if times > CLEARLY:
-        other = {**findings.asked, "engine": fastest.engine, "precision": fastest.precision}
-        other["flash_attention"] = fastest.flash_attention
-        other["mode"] = FAST if fastest.fast_graph else None
+        other = {
+            "engine": fastest.engine,
+            "precision": fastest.precision,
+            "flash_attention": fastest.flash_attention,
+            "mode": FAST if fastest.fast_graph else None,
+        }
         said = f"about {times:.1f} times as fast"
         if fastest.precision != chosen.precision:
             said += "; other weights, so other replies"
         if fastest.difference.flips:
             said += "; not exact"
-        lines.append(f"edgespec doctor {bundle}{_flags(other)}    # {said}")
+        lines.append(line("doctor", findings.asked | other, said))
     return lines
-
-
-def _flags(options: Mapping[str, Any]) -> str:
-    """Options as words of a command, a blank before each; None is left out."""
-    return "".join(f" {word}" for word in as_flags({k: v for k, v in options.items() if v is not None}))
-
-
-def _faster_threads(findings: Findings) -> int | None:
-    """A thread count whose plain step is clearly faster than at the one in use."""
-    steps = {row.threads: row.target for row in findings.thread_counts}
-    if findings.threads not in steps:
-        return None
-    fastest = min(steps, key=lambda threads: steps[threads])
-    return fastest if CLEARLY * steps[fastest] < steps[findings.threads] else None
 
 
 def text(findings: Findings, *, markdown: bool = False) -> str:
     """The whole report."""
     chosen, device = findings.chosen, findings.device
     source = "kept from an earlier run; --fresh measures again" if findings.kept else "measured now"
+    tables = {
+        f"Single steps ({source})": cost_table(chosen.costs),
+        f"Draft lengths: v = a pass of γ + 1 tokens in plain steps; the rest at a context of {chosen.at.context}": (
+            draft_length_table(findings)
+        ),
+    }
+    if findings.others:
+        tables["Ways to run this bundle"] = variant_table(findings)
+    if findings.thread_counts:
+        tables["Threads"] = thread_table(findings.thread_counts)
     parts = [
         f"{findings.target} with {findings.drafter}: {chosen.name}, "
         f"{many(findings.threads, 'thread')}\n{device}; reads {findings.bandwidth / 1e9:.1f} GB/s",
-        f"Single steps ({source})\n\n" + cost_table(chosen.costs, markdown=markdown),
-        f"Draft lengths: v = a pass of γ + 1 tokens in plain steps; the rest at a context of {chosen.at.context}\n\n"
-        + draft_length_table(chosen, findings.acceptances, findings.byte_ratio, markdown=markdown),
-    ]
-    if findings.others:
-        parts.append("Ways to run this bundle\n\n" + variant_table(findings, markdown=markdown))
-    if findings.thread_counts:
-        parts.append("Threads\n\n" + thread_table(findings.thread_counts, markdown=markdown))
-    parts += [
+        *(f"{title}\n\n{table(*cells, markdown=markdown)}" for title, cells in tables.items()),
         f"Blocks against single steps: {chosen.difference} here; where the bundle was made: {findings.verified}.",
         limit(findings),
         "\n".join(diagnosis(findings)),

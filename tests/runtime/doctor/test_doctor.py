@@ -265,7 +265,7 @@ def test_a_step_reads_one_row_of_an_embedding_of_its_own(tmp_path: Path, tied: b
     for engine, table in files.items():
         for precision, name in table.items():
             wanted = streamed_bytes(ExportedFile("target", engine, precision, tmp_path / name))
-            found = doctor.weight_bytes(manifest, engine, precision, fast=False)
+            found = doctor.streamed_bytes(manifest, engine, precision, fast=False, context=0)
             assert found == pytest.approx(wanted, rel=0.1), (engine, precision)
 
 
