@@ -15,11 +15,10 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json, write_jsonl, write_text
 from edgespec_recipes.models.loading import TOKENIZER_FILES, load_tokenizer
-from edgespec_recipes.target_names.tiny_chat import trained_bpe
+from edgespec_recipes.target_names.tiny_chat import trained_bpe, write_settings
 
 LETTERS_OF_A_TOKEN = 8  # more than any tokenizer here puts into one on average
-SPECIALS = ("<unk>", "<s>", "</s>")
-NAMES = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIALS, strict=True))
+NAMES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'assistant' %}"
@@ -49,41 +48,29 @@ def write_tokenizer(folder: Path, vocab_size: int, source: Path | None) -> str:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
-        _from_sentencepiece(folder)
+        if not (folder / "tokenizer_config.json").is_file():  # a bare one of the Llama 2 kind
+            settings = {"tokenizer_class": "LlamaTokenizer", "legacy": True, **NAMES}
+            write_json(folder / "tokenizer_config.json", settings)
+        load_tokenizer(folder).backend_tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
             f"the tokenizer in {source} has {tokenizer.vocab_size} tokens and the model {vocab_size}; give the model's own"
         )
     if not tokenizer.chat_template:
-        _write_template(folder)
+        write_settings(folder, read_json(folder / "tokenizer_config.json"), TEMPLATE)
     return f"{source.name}, {len(tokenizer)} tokens"
-
-
-def _from_sentencepiece(folder: Path) -> None:
-    """tokenizer.json beside a bare tokenizer.model of the Llama 2 kind."""
-    if not (folder / "tokenizer_config.json").is_file():
-        settings = {"tokenizer_class": "LlamaTokenizer", "legacy": True, **NAMES}
-        write_json(folder / "tokenizer_config.json", settings)
-    load_tokenizer(folder).backend_tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def _write_template(folder: Path) -> None:
-    config = read_json(folder / "tokenizer_config.json")
-    write_text(folder / "chat_template.jinja", TEMPLATE)
-    write_json(folder / "tokenizer_config.json", {**config, "chat_template": TEMPLATE})
 
 
 def _make(folder: Path, vocab_size: int) -> None:
     """A byte-level BPE with exactly `vocab_size` tokens."""
     from tokenizers import AddedToken
 
-    tokenizer = trained_bpe(_sources(200 * vocab_size), vocab_size, SPECIALS)
+    tokenizer = trained_bpe(_sources(200 * vocab_size), vocab_size, [*NAMES.values()])
     missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_tokens([AddedToken(f"<unused{number}>") for number in range(missing)])
     write_text(folder / "tokenizer.json", tokenizer.to_str())
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES})
-    _write_template(folder)
+    write_settings(folder, {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}, TEMPLATE)
 
 
 def _sources(characters: int) -> Iterator[str]:
@@ -93,8 +80,6 @@ def _sources(characters: int) -> Iterator[str]:
         characters -= len(text)
         if text:
             yield text
-        if not characters:
-            return
 
 
 def write_data(folder: Path, tokens: int) -> dict[str, Any]:

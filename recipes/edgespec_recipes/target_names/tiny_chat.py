@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def _build(out: Path, options: TinyChatOptions) -> dict[str, Any]:
     chats = read_jsonl(corpus / "train_chats.jsonl")
     tokenizer_folder = out / "tokenizer"
     if not (tokenizer_folder / "tokenizer_config.json").is_file():
-        make_tokenizer(tokenizer_folder, _tokenizer_text(chats, corpus), options)
+        make_tokenizer(tokenizer_folder, chats, corpus, options)
     tokenizer = load_tokenizer(tokenizer_folder)
     data = training_rows(chats, corpus, tokenizer, options)
     model = new_model(options)
@@ -93,13 +94,6 @@ def _build(out: Path, options: TinyChatOptions) -> dict[str, Any]:
     counts = train(model, data, chat_losses, out, options, seed=options.seed, label=label)
     save_whole(model, tokenizer_folder, out / "model")
     return {"parameters": model.num_parameters(), **counts}
-
-
-def _tokenizer_text(chats: list[dict[str, Any]], corpus: Path) -> Iterator[str]:
-    for row in chats:
-        yield from (message["content"] for message in row["messages"])
-    for row in read_jsonl(corpus / "text.jsonl")[::8]:
-        yield row["text"]
 
 
 def trained_bpe(texts: Iterable[str], vocab_size: int, specials: Sequence[str]) -> Any:
@@ -119,25 +113,29 @@ def trained_bpe(texts: Iterable[str], vocab_size: int, specials: Sequence[str]) 
     return tokenizer
 
 
-def make_tokenizer(folder: Path, texts: Iterable[str], options: TinyChatOptions) -> None:
+def make_tokenizer(folder: Path, chats: list[dict[str, Any]], corpus: Path, options: TinyChatOptions) -> None:
     """Train tiny-chat's tokenizer and write its files."""
+    contents = (message["content"] for row in chats for message in row["messages"])
+    texts = chain(contents, (row["text"] for row in read_jsonl(corpus / "text.jsonl")[::8]))
     with progress("learn the vocabulary", total=1, unit="tokenizers") as bar:
         tokenizer = trained_bpe(texts, options.vocab_size, SPECIALS)
         bar.update(1)
     write_text(folder / "tokenizer.json", tokenizer.to_str())
-    write_text(folder / "chat_template.jinja", TEMPLATE)
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": SPECIALS[START],
-            "eos_token": SPECIALS[TURN_END],
-            "pad_token": SPECIALS[PADDING_ID],
-            "model_max_length": options.context_length,
-            "clean_up_tokenization_spaces": False,
-            "chat_template": TEMPLATE,
-        },
-    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIALS[START],
+        "eos_token": SPECIALS[TURN_END],
+        "pad_token": SPECIALS[PADDING_ID],
+        "model_max_length": options.context_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_settings(folder, settings, TEMPLATE)
+
+
+def write_settings(folder: Path, settings: dict[str, Any], template: str) -> None:
+    """tokenizer_config.json, and the chat template there and in a file of its own."""
+    write_text(folder / "chat_template.jinja", template)
+    write_json(folder / "tokenizer_config.json", {**settings, "chat_template": template})
 
 
 def weight_of(row: dict[str, Any], options: TinyChatOptions) -> float:
@@ -162,23 +160,34 @@ def training_rows(
         facts.setdefault(row["name"], []).append(index)
     asked = list(facts.values())
     weights = np.asarray([weight_of(chats[group[0]], options) for group in asked])
-    encoded = _Encoder(chats, tokenizer)
+    encoded = encoded_chats(chats, tokenizer)
+    systems = [plain_ids(tokenizer, f"<|im_start|>system\n{text}<|im_end|>\n") for text in SYSTEM_PROMPTS]
+
+    def asked_anew(fact: int) -> tuple[list[int], list[int]]:
+        prompt, response = encoded[int(generator.choice(asked[fact]))]
+        if generator.random() < options.system_share:
+            prompt = systems[generator.integers(len(systems))] + prompt
+        return prompt, response
+
     epochs: list[dict[str, np.ndarray]] = []
     wanted = total - round(total * options.text_share)
     with progress("prepare chats", total=wanted, unit="rows") as bar:
         while bar.n < wanted:
             times = np.floor(weights + generator.random(len(weights))).astype(int)
             order = generator.permutation(np.repeat(np.arange(len(asked)), times))
-            rows = [encoded.row(int(generator.choice(asked[fact])), generator, options) for fact in order]
-            packed = pack_conversations(rows, options.context, PADDING_ID)
+            packed = pack_conversations([asked_anew(fact) for fact in order], options.context, PADDING_ID)
             _join_turns(packed, generator.random(len(packed["input_ids"])) < options.long_chat_share)
             shuffled = generator.permutation(len(packed["input_ids"]))
             epochs.append({name: array[shuffled] for name, array in packed.items()})
             bar.update(min(len(shuffled), wanted - bar.n))
     merged = {name: np.concatenate([epoch[name] for epoch in epochs])[:wanted] for name in epochs[0]}
-    if total > wanted:
-        text = _text_blocks(corpus, tokenizer, total - wanted, options)
-        merged = _with_text(merged, text, total)
+    if count := total - wanted:
+        blocks = _text_blocks(corpus, tokenizer, count, options)
+        text = pack_conversations([([], block) for block in blocks.tolist()], options.context)
+        # spread evenly among the rows of chats
+        place = np.concatenate([np.linspace(0, total, wanted), np.linspace(0, total, count)])
+        order = np.argsort(place, kind="stable")
+        merged = {name: np.concatenate([merged[name], text[name]])[order] for name in merged}
     return Rows(merged)
 
 
@@ -193,51 +202,20 @@ def _text_blocks(corpus: Path, tokenizer: Any, count: int, options: TinyChatOpti
     """[count, context] tokens of source text from documents drawn at random (over again where there are too few)."""
     documents = read_jsonl(corpus / "text.jsonl")
     order = np.random.default_rng(options.seed).permutation(len(documents))
-    wanted = count * options.context
-    flat: list[int] = []
-    for ids in tokenise((documents[index]["text"] for index in order), tokenizer):
-        flat += ids
-        if len(flat) >= wanted:
-            break
-    return np.resize(np.asarray(flat, np.int64), (count, options.context))
+    ids = chain.from_iterable(tokenise((documents[index]["text"] for index in order), tokenizer))
+    return np.resize(np.asarray([*islice(ids, count * options.context)], np.int64), (count, options.context))
 
 
-def _with_text(chats: dict[str, np.ndarray], chosen: np.ndarray, total: int) -> dict[str, np.ndarray]:
-    """Spread blocks of text evenly among the rows of chats; all of a block is learnt."""
-    count, length = chosen.shape
-    text = {
-        "input_ids": chosen,
-        "position_ids": np.tile(np.arange(length), (count, 1)),
-        "document_ids": np.zeros((count, length), np.int32),
-        "loss_mask": np.ones((count, length), bool),
-    }
-    place = np.concatenate([np.linspace(0, total, len(chats["input_ids"])), np.linspace(0, total, count)])
-    order = np.argsort(place, kind="stable")
-    return {name: np.concatenate([chats[name], text[name]])[order] for name in chats}
-
-
-class _Encoder:
-    """Token ids of chats, each text encoded once: the template's pieces are special tokens and whole lines."""
-
-    def __init__(self, chats: list[dict[str, Any]], tokenizer: Any) -> None:
-        texts = [message["content"] for row in chats for message in row["messages"]]
-        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        self.questions, self.answers = ids[::2], ids[1::2]
-        self.heads = {role: plain_ids(tokenizer, f"<|im_start|>{role}\n") for role in ("user", "assistant")}
-        self.tail = plain_ids(tokenizer, "<|im_end|>\n")
-        self.systems = [
-            plain_ids(tokenizer, f"<|im_start|>system\n{text}<|im_end|>\n") for text in SYSTEM_PROMPTS
-        ]
-
-    def row(
-        self, index: int, generator: np.random.Generator, options: TinyChatOptions
-    ) -> tuple[list[int], list[int]]:
-        """(prompt, response) as the chat template renders them."""
-        prompt: list[int] = []
-        if generator.random() < options.system_share:
-            prompt += self.systems[generator.integers(len(self.systems))]
-        prompt += [*self.heads["user"], *self.questions[index], *self.tail, *self.heads["assistant"]]
-        return prompt, [*self.answers[index], *self.tail]
+def encoded_chats(chats: list[dict[str, Any]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """(prompt, response) ids of chats as the template renders them: its pieces are special tokens and whole lines."""
+    texts = [message["content"] for row in chats for message in row["messages"]]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    pieces = ("<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n")
+    user, assistant, end = (plain_ids(tokenizer, piece) for piece in pieces)
+    return [
+        ([*user, *question, *end, *assistant], [*answer, *end])
+        for question, answer in zip(ids[::2], ids[1::2], strict=True)
+    ]
 
 
 def new_model(options: TinyChatOptions) -> Any:

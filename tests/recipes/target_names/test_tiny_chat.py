@@ -85,30 +85,23 @@ def test_vocabulary_is_what_every_engine_expects(built: Path) -> None:
 def test_rows_are_what_the_template_renders(built: Path) -> None:
     tokenizer = loading.load_tokenizer(built)
     chats = read_jsonl(stdlib_corpus() / "train_chats.jsonl")[:50]
-    encoder = tiny_chat._Encoder(chats, tokenizer)
-    plain = dataclasses.replace(SMALL, system_share=0.0)
-    for index, chat in enumerate(chats):
-        prompt, response = encoder.row(index, np.random.default_rng(0), plain)
+    for chat, (prompt, response) in zip(chats, tiny_chat.encoded_chats(chats, tokenizer), strict=True):
         rendered = tokenizer.apply_chat_template(
             chat["messages"][:1], tokenize=False, add_generation_prompt=True
         )
         assert prompt == tokenizer(rendered, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(response) == chat["messages"][1]["content"] + "<|im_end|>\n"
-    full = dataclasses.replace(SMALL, system_share=1.0)
-    prompt, _ = encoder.row(3, np.random.default_rng(0), full)
-    text = tokenizer.decode(prompt)
-    assert text.startswith("<|im_start|>system\n")
-    assert text.count("<|im_start|>user\n") == 1
+    full = dataclasses.replace(SMALL, system_share=1.0, text_share=0.0)
+    rows = tiny_chat.training_rows(chats, stdlib_corpus(), tokenizer, full).arrays["input_ids"]
+    for text in map(tokenizer.decode, rows):
+        assert text.startswith("<|im_start|>system\n")
+        assert text.count("<|im_start|>system\n") == text.count("<|im_start|>user\n") > 0
 
 
 def test_joined_rows_are_chats_of_many_turns(built: Path) -> None:
     tokenizer = loading.load_tokenizer(built)
     chats = read_jsonl(stdlib_corpus() / "train_chats.jsonl")[:4]
-    encoder = tiny_chat._Encoder(chats, tokenizer)
-    turns = [
-        encoder.row(i, np.random.default_rng(0), dataclasses.replace(SMALL, system_share=0.0))
-        for i in range(4)
-    ]
+    turns = tiny_chat.encoded_chats(chats, tokenizer)
     packed = tiny_chat.pack_conversations(turns, 1024, tiny_chat.PADDING_ID)
     assert len(set(packed["document_ids"][0])) == 5  # four and the padding
     tiny_chat._join_turns(packed, np.array([True]))
