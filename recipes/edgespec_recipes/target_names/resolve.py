@@ -48,11 +48,9 @@ def resolve_target(name: str) -> FoundTarget:
     elif is_hub_id(name):
         resolved = _from_hub(name, name, "see the model's page")
     else:
-        what = (
-            "there is no folder of that name"
-            if "/" in name or "\\" in name
-            else "it is neither an alias nor a folder here"
-        )
+        what = "it is neither an alias nor a folder here"
+        if "/" in name or "\\" in name:
+            what = "there is no folder of that name"
         raise InputError(f"unknown target {name!r}: {what}{did_you_mean(name, TARGETS)}")
     check_model_folder(resolved.folder)
     return resolved
@@ -104,16 +102,15 @@ def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
             f"the hub has no model {repo!r} (or it is private: log in with `hf auth login`){did_you_mean(name, TARGETS)}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
+        why = "the hub cannot be reached: check the network"
         if isinstance(error.__cause__, errors.OfflineModeIsEnabled):
             why = "HF_HUB_OFFLINE is set: fetch it once without that variable"
-        else:
-            why = "the hub cannot be reached: check the network"
         raise InputError(f"{repo} is not on this machine and {why}, {local}") from error
-    except Exception as error:
-        # a connection that broke off is an exception of the HTTP library, which changed over time
-        of_http = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests", "urllib3")
-        if not (of_http or isinstance(error, errors.HfHubHTTPError | OSError | ValueError)):
-            raise
+    except (
+        errors.HTTPError,
+        OSError,
+        ValueError,
+    ) as error:  # HTTPError: the HTTP library's, which changed over time
         raise InputError(
             f"{repo} could not be downloaded ({first_line(error)}); run the same command again: files that came whole are kept; "
             f"{folder_instead}"
