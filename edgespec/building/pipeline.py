@@ -17,7 +17,7 @@ from edgespec.core.files import write_json
 from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
-from edgespec.model_folder.head import check_layers, check_target
+from edgespec.model_folder.head import check_layers, check_target, shape_of_drafter
 from edgespec.planning.drafter_shape import drafter_shape
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import cost_ratios, describe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from operator import sub
 from typing import Any
@@ -272,10 +273,12 @@ def as_json(study: Study, summaries: Sequence[Summary]) -> dict[str, Any]:
 
 def from_json(found: Any, where: str) -> Study:
     """The study that `as_json` wrote. Raises InputError for a file of another kind or another schema."""
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA or "arms" not in found:
-        raise InputError(f"{where} is no trade-off study of schema {SCHEMA}; measure it again with --json")
-    trials = tuple(
-        Trial(**row | {"counts": RawCounts(**row["counts"]), "reply": tuple(row["reply"])})
-        for row in found["runs"]
-    )
-    return Study(found["about"], tuple(Arm(**arm) for arm in found["arms"]), trials)
+    with suppress(KeyError, TypeError):
+        arms = tuple(Arm(**arm) for arm in found["arms"])
+        trials = tuple(
+            Trial(**row | {"counts": RawCounts(**row["counts"]), "reply": tuple(row["reply"])})
+            for row in found["runs"]
+        )
+        if found["schema"] == SCHEMA and LARGE in arms:
+            return Study(found["about"], arms, trials)
+    raise InputError(f"{where} is no trade-off study of schema {SCHEMA}; measure it again with --json")

@@ -169,7 +169,10 @@ def test_json_and_back() -> None:
     again = from_json(written, "file.json")
     assert again == known()
     assert summarise(again) == summarise(known())
-    for broken in ({**written, "schema": 99}, [], {"schema": 1, "runs": []}):
+    parts = (
+        {name: value for name, value in written.items() if name != gone} for gone in ("runs", "arms", "about")
+    )
+    for broken in ({**written, "schema": 99}, {**written, "arms": written["arms"][1:]}, [], *parts):
         with pytest.raises(InputError, match=r"file.json is no trade-off study of schema 1"):
             from_json(broken, "file.json")
 
