@@ -4,7 +4,7 @@ The builder reads RoPE in one spelling, skips scalings it does not know without 
 where Mistral slides, and rounds Gemma's factor on embeddings. So it is told that RoPE is plain, and the tables of cosines and
 sines in its graph are replaced by those of the model's own rotary module in torch; the factor is replaced too.
 LongRoPE has two sets of tables. The builder's graph chooses between them by the length of the attention mask; a metadata entry
-tells the runtime at which length (rope_border.py there).
+tells the runtime at which length (cached_engine.py there).
 Knows no precisions.
 """
 

@@ -8,7 +8,7 @@ token of the target's. Caches never hold a rejected token, and are valid however
 Where the context is full and may shift, the text goes on from its first tokens and its newest half: every token after a shift is
 drawn exactly as from that shorter text. Plain decoding shifts at the same tokens, so speculation stays lossless through it.
 
-A draft ends where the text would outgrow the target's RoPE factors (rope_border.py): tokens behind that place may be rejected,
+A draft ends where the text would outgrow the target's RoPE factors (cached_engine.py): tokens behind that place may be rejected,
 and the text would be read twice. Behind it the text is read again, apart from any block.
 """
 

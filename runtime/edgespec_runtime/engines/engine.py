@@ -29,7 +29,12 @@ class Cache(Protocol):
 
 
 class Engine(Cache, Protocol):
-    """One model with one KV cache. Not safe for use from two threads."""
+    """One model with one KV cache. Not safe for use from two threads.
+
+    One whose model has two sets of RoPE factors also has `rope_border`, the most tokens of a text with the short set (None where
+    the context has one set only), and `use_rope(*, long)`, which empties the cache; keys have the set asked for from then on. One
+    that a feature drafter can follow has `features`, float32 [n, H] of the last pass.
+    """
 
     vocab_size: int
 

@@ -119,10 +119,14 @@ class SubsetEngine:
         self.vocab_size = vocabulary.target_vocab_size
         self.context_length = inner.context_length
         self.block_length = inner.block_length
-        self.n_past = inner.n_past
+        self.rope_border: int | None = getattr(inner, "rope_border", None)
         self._ids = vocabulary.ids
         self._places = vocabulary.places()
         self._logits = np.full((self.block_length, self.vocab_size), -np.inf, np.float32)
+
+    @property
+    def n_past(self) -> int:
+        return self.inner.n_past
 
     def forward(self, tokens: Sequence[int]) -> Logits:
         try:
@@ -132,7 +136,6 @@ class SubsetEngine:
                 f"token id {max(tokens)} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
             ) from error
         rows = self.inner.forward(places.tolist())
-        self.n_past = self.inner.n_past
         logits = self._logits[: len(rows)]
         for row, known in zip(logits, rows, strict=True):  # 8 µs a row of 8,000; in one statement 21
             row[self._ids] = known[: len(self._ids)]
@@ -140,7 +143,9 @@ class SubsetEngine:
 
     def rewind(self, n_past: int) -> None:
         self.inner.rewind(n_past)
-        self.n_past = n_past
+
+    def use_rope(self, *, long: bool) -> None:
+        self.inner.use_rope(long=long)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self.inner.close()

@@ -18,7 +18,6 @@ from edgespec.recipe.precisions import precision_names
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
-from edgespec_runtime.engines.rope_border import across_border
 from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, read_vocabulary
 from edgespec_runtime.text.prompts import bundled_chats
 from edgespec_runtime.text.tokenizer import ChatTokenizer, Message
@@ -153,7 +152,7 @@ def load_engine(
     if engine == LLAMACPP:
         from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 
-        return across_border(LlamaCppEngine(path, context, threads, flash_attention, features))
+        return LlamaCppEngine(path, context, threads, flash_attention, features)
     if flash_attention is not None:
         raise InputError(
             f"flash_attention is {'on' if flash_attention else 'off'}, and {engine} has no such choice; "
@@ -169,7 +168,7 @@ def load_engine(
         raise InputError(f"no engine is called {engine!r}{did_you_mean(engine, known)}")
     from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 
-    return across_border(OnnxRuntimeEngine(path, context_length=context, threads=threads, graph=graph))
+    return OnnxRuntimeEngine(path, context_length=context, threads=threads, graph=graph)
 
 
 def kernels(

@@ -27,7 +27,7 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.exactness import EXACT, Way, exactness_of
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
-from edgespec_runtime.engines.rope_border import BorderedEngine, across_border
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from edgespec_runtime.pair import bundle
 from family_cases import LONG
 from float_cache import float_engine
@@ -86,16 +86,13 @@ def engine(
 def opened(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """As the runtime opens it, but that llama.cpp's keys and values are F32."""
     if name == "llama.cpp":
-        return across_border(float_engine(file, monkeypatch))
+        return float_engine(file, monkeypatch)
     return bundle.load_engine(name, file, None, 1)
 
 
 def read(engine: Engine, text: Sequence[int], step: int | None = None) -> np.ndarray:
     """[n, V] logits of a text in passes of `step` tokens, as long as may be by default."""
-    step = step or engine.block_length
-    return np.concatenate(
-        [np.array(engine.forward(text[at : at + step])) for at in range(0, len(text), step)]
-    )
+    return np.array(CachedEngine(engine).read_rows(text, step))
 
 
 def torch_model(folder: Path) -> Any:
@@ -118,7 +115,6 @@ def test_every_place_has_the_logits_of_transformers(files: dict[str, Path], engi
     model = torch_model(files["model"])
     wanted, text = law(model, TEXT, PLACES), TEXT[: PLACES[-1] + 1]
     for step in (1, 7, engine.block_length):
-        engine.rewind(0)
         assert difference(read(engine, text, step)[list(PLACES)], wanted) < BOUND, step
     with torch.inference_mode():  # would the other factors have done as well?
         long = model(torch.tensor([text])).logits[0].numpy()
@@ -157,7 +153,6 @@ def test_greedy_replies_are_those_of_generate(
 def test_a_context_below_the_border_has_one_set(files: dict[str, Path]) -> None:
     for name in ENGINES:
         short = bundle.load_engine(name, files[name], BORDER, 1)
-        assert not isinstance(short, BorderedEngine)
         assert CachedEngine(short).rope_border is None
         short.close()
 
@@ -179,7 +174,8 @@ def test_a_file_is_verified_across_the_border(
         "of at most 256 tokens, where the RoPE factors change" in exactness_of(way, {"files": [older]}).remark
     )
 
-    monkeypatch.setattr(bundle, "across_border", lambda engine: engine)  # as every engine is by itself
+    for kind in (OnnxRuntimeEngine, LlamaCppEngine):  # as every engine is by itself
+        monkeypatch.setattr(kind, "rope_border", property(lambda _: None, lambda *_: None), raising=False)
     assert any(text.startswith("engine difference") for text in reference.check(file).broken)
 
 
@@ -239,7 +235,7 @@ def test_a_model_whose_context_ends_at_the_border(tmp_path: Path, monkeypatch: p
     for name, file in exports_of(model, tmp_path).items():
         engine = opened(name, file, monkeypatch)
         assert difference(read(engine, TEXT[:BORDER])[[0, 100, BORDER - 1]], wanted) < BOUND
-        assert not isinstance(engine, BorderedEngine)
+        assert CachedEngine(engine).rope_border is None
         engine.close()
 
 

@@ -11,7 +11,6 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import check_rewind, check_room
-from edgespec_runtime.engines.rope_border import BorderedEngine, across_border
 from toy_engine import ToyEngine, random_model
 
 from edgespec.core.errors import InputError
@@ -26,6 +25,7 @@ class TwoRopesEngine:
 
     Attributes:
         read: tokens fed so far. switches: calls of use_rope. fails_at: tokens read at which the next pass is interrupted.
+        features: [n, 2] of the last pass: each token, and whether its key has the long factors.
     """
 
     name, vocab_size, context_length, block_length = "two ropes", V, 50, 8
@@ -36,6 +36,7 @@ class TwoRopesEngine:
         self.read = self.switches = 0
         self.fails_at: int | None = None
         self._buffer = np.zeros((self.block_length, V), np.float32)
+        self.features = np.zeros((0, 2), np.float32)
 
     @property
     def n_past(self) -> int:
@@ -50,6 +51,7 @@ class TwoRopesEngine:
             self.keys.append((token, self.long))
             self._buffer[row] = logits_of(self._seed, self.keys)
         self.read += len(tokens)
+        self.features = np.array(self.keys[-len(tokens) :], np.float32)
         return self._buffer[: len(tokens)]
 
     def rewind(self, n_past: int) -> None:
@@ -85,51 +87,48 @@ def inner() -> TwoRopesEngine:
 
 
 @pytest.fixture
-def engine(inner: TwoRopesEngine) -> BorderedEngine:
-    found = across_border(inner)
-    assert isinstance(found, BorderedEngine)
-    return found
+def cached(inner: TwoRopesEngine) -> CachedEngine:
+    return CachedEngine(inner)
 
 
 def test_an_engine_with_one_set_stays_as_it_is() -> None:
     alone = TwoRopesEngine(border=None)
-    assert across_border(alone) is alone
+    CachedEngine(alone).prefill(TEXT[:40])
+    assert (alone.read, alone.switches) == (40, 0)
     cached = CachedEngine(ToyEngine(random_model(0, V), V, context_length=30))
     assert (cached.rope_border, cached.reach(7), cached.holds_for(31)) == (None, 30, True)
 
 
 @pytest.mark.parametrize("step", [1, 3, 8])
-def test_every_row_follows_the_law(engine: BorderedEngine, inner: TwoRopesEngine, step: int) -> None:
-    rows = [engine.forward(TEXT[at : min(at + step, 50)]).copy() for at in range(0, 50, step)]
+def test_every_row_follows_the_law(cached: CachedEngine, inner: TwoRopesEngine, step: int) -> None:
+    rows = [cached.forward(TEXT[at : min(at + step, 50)]).copy() for at in range(0, 50, step)]
     assert np.array_equal(np.concatenate(rows), laws(TEXT[:50]))
     assert inner.switches == 2  # one for the first token
     assert inner.read == 50 + BORDER
 
 
-def test_going_back_and_forth(engine: BorderedEngine, inner: TwoRopesEngine) -> None:
+def test_going_back_and_forth(cached: CachedEngine, inner: TwoRopesEngine) -> None:
     """From a place behind the border and from the border itself the long keys serve; below it they do not."""
     for start in range(0, 32, 8):
-        engine.forward(TEXT[start : start + 8])
+        cached.forward(TEXT[start : start + 8])
     for start, switches in ((25, 2), (BORDER, 2), (12, 3), (BORDER, 4), (3, 5), (0, 5)):
-        engine.rewind(start)
-        assert np.array_equal(engine.forward(TEXT[start : start + 8]), laws(TEXT[: start + 8], start))
+        cached.rewind(start)
+        assert np.array_equal(cached.forward(TEXT[start : start + 8]), laws(TEXT[: start + 8], start))
         assert inner.switches == switches
 
 
-def test_what_does_not_fit_changes_nothing(engine: BorderedEngine) -> None:
-    engine.forward(TEXT[:8])
+def test_what_does_not_fit_changes_nothing(cached: CachedEngine) -> None:
+    cached.forward(TEXT[:8])
     with pytest.raises(InputError, match="9 tokens in one pass"):
-        engine.forward(TEXT[:9])
-    with pytest.raises(ValueError, match="cannot rewind to 9"):
-        engine.rewind(9)
-    assert engine.n_past == 8
-    assert np.array_equal(engine.forward(TEXT[8:10]), laws(TEXT[:10], 8))
+        cached.forward(TEXT[:9])
+    cached.rewind(9)
+    assert cached.tokens == TEXT[:8]
+    assert np.array_equal(cached.forward(TEXT[8:10]), laws(TEXT[:10], 8))
 
 
 @pytest.mark.parametrize("at", range(16, 44, 4))
-def test_an_interrupted_reading_goes_on(inner: TwoRopesEngine, engine: BorderedEngine, at: int) -> None:
+def test_an_interrupted_reading_goes_on(inner: TwoRopesEngine, cached: CachedEngine, at: int) -> None:
     """Ctrl-C at any pass of the second reading; what was held before is held after."""
-    cached = CachedEngine(engine)
     for start in (0, 8):
         cached.forward(TEXT[start : start + 8])
     inner.fails_at = at
@@ -145,8 +144,7 @@ def test_an_interrupted_reading_goes_on(inner: TwoRopesEngine, engine: BorderedE
     assert np.array_equal(np.concatenate(tokens), laws(TEXT[: len(cached.tokens)], 16))
 
 
-def test_a_long_prompt_is_read_once(inner: TwoRopesEngine, engine: BorderedEngine) -> None:
-    cached = CachedEngine(engine)
+def test_a_long_prompt_is_read_once(inner: TwoRopesEngine, cached: CachedEngine) -> None:
     assert cached.prefill(TEXT[:40]) == 40
     assert np.array_equal(cached.forward(TEXT[40:41])[0], law(TEXT[:41]))
     assert inner.read == 41
@@ -157,10 +155,18 @@ def test_a_long_prompt_is_read_once(inner: TwoRopesEngine, engine: BorderedEngin
     assert inner.read == 41 + 10 + 5 + 40
 
 
+def test_hidden_states_are_those_of_the_keys_that_hold(cached: CachedEngine) -> None:
+    for start in range(0, 48, 8):  # one of these passes crosses
+        cached.forward(TEXT[start : start + 8])
+    for length, long in ((48, True), (14, False)):
+        cached.rewind(length - 4)
+        cached.forward(TEXT[length - 4 : length])
+        assert cached.features is not None
+        assert cached.features[:length].tolist() == [[token, long] for token in TEXT[:length]]
+
+
 def pair(drafter_border: int | None) -> tuple[CachedEngine, CachedEngine]:
-    return CachedEngine(across_border(TwoRopesEngine())), CachedEngine(
-        across_border(TwoRopesEngine(seed=1, border=drafter_border))
-    )
+    return CachedEngine(TwoRopesEngine()), CachedEngine(TwoRopesEngine(seed=1, border=drafter_border))
 
 
 @pytest.mark.parametrize("drafter_border", [None, BORDER, 23])
@@ -183,9 +189,9 @@ def test_greedy_replies_cross_without_a_trace(drafter_border: int | None, gamma:
 
 def test_a_shift_falls_back_below_the_border() -> None:
     """A context of 50 keeps 2 + 24 tokens in a shift with a border of 30: the short factors again."""
-    for drafter in (None, CachedEngine(across_border(TwoRopesEngine(seed=1, border=None)))):
+    for drafter in (None, CachedEngine(TwoRopesEngine(seed=1, border=None))):
         inner = TwoRopesEngine(border=30)
-        target = CachedEngine(across_border(inner))
+        target = CachedEngine(inner)
         options = DecodingOptions(
             temperature=0.0, draft_length=3, max_new_tokens=60, when_full="shift", keep=2
         )
