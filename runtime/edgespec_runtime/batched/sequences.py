@@ -27,16 +27,8 @@ from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.files import sha256_file, whole_file
 from edgespec.core.folder_lock import held
 from edgespec.core.no_room import write_error
-from edgespec_runtime.engines.engine import Logits, default_threads
-from edgespec_runtime.engines.llamacpp import (
-    CONTEXT_STEP,
-    context_params,
-    floats_at,
-    load_library,
-    load_weights,
-    reason,
-    text_of,
-)
+from edgespec_runtime.engines.engine import Logits
+from edgespec_runtime.engines.llamacpp import CONTEXT_STEP, LlamaCppModel, floats_at, load_library, reason
 from edgespec_runtime.untrusted.gguf_file import read_header
 
 F32 = 0  # ggml_type
@@ -54,7 +46,7 @@ class Piece(NamedTuple):
     wanted: bool
 
 
-class LlamaCppSequences:
+class LlamaCppSequences(LlamaCppModel):
     """One GGUF model; `open` gives it room for texts, `forward` reads on.
 
     Args:
@@ -67,63 +59,25 @@ class LlamaCppSequences:
     """
 
     def __init__(self, file: Path, context_length: int | None = None, threads: int | None = None) -> None:
-        self._lib = lib = load_library()
-        self._model: Any = None
-        self._context: Any = None
-        if not file.is_file():
-            raise InputError(f"{file} is missing; give a GGUF file")
-        header = read_header(file)
-        self.flash_attention = header.types != {F32}
-        self.threads = threads or default_threads()
-        self.name = f"llama.cpp {file.name}"
-        self._model = load_weights(file, repacked=True)
-        trained = int(lib.llama_model_n_ctx_train(self._model))
-        self.context_length = min(context_length or trained, trained, header.rope_border or trained)
-        self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
-        self.width = int(lib.llama_model_n_embd(self._model))  # of a hidden state
-        self._make_batch()
-
-    def _make_batch(self) -> None:
-        """A llama_batch in numpy's memory: filled by slices, where llama_batch_init's is filled token by token."""
-        lib = self._lib
-        self._tokens, self._positions, self._sequences, self._ones = (
-            np.ones(PASS_TOKENS, np.int32) for _ in range(4)
-        )
-        self._wanted = np.zeros(PASS_TOKENS, np.int8)
-        first, step = self._sequences.ctypes.data, self._sequences.itemsize
-        self._pointers = np.arange(PASS_TOKENS, dtype=np.uintp) * step + first
-
-        def at(array: np.ndarray, kind: Any) -> Any:
-            return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
-
-        batch = self._batch = lib.llama_batch()
-        batch.token, batch.pos = at(self._tokens, lib.llama_token), at(self._positions, lib.llama_pos)
-        batch.n_seq_id, batch.logits = at(self._ones, ctypes.c_int32), at(self._wanted, ctypes.c_int8)
-        batch.seq_id = at(self._pointers, ctypes.POINTER(lib.llama_seq_id))
+        super().__init__(file, threads)
+        self.flash_attention = self._header.types != {F32}
+        trained = self._load(file, repacked=True)
+        self.context_length = min(context_length or trained, trained, self._header.rope_border or trained)
+        self._make_batch(PASS_TOKENS)
 
     def open(self, sequences: int, length: int, *, features: bool = False) -> None:
         """Empty room for so many sequences of `length` tokens. With `features` a pass gives the last hidden states too.
 
         Raises InputError where `length` is above `context_length`, EdgespecError where memory does not hold it.
         """
-        lib = self._lib
         if length > self.context_length:
             raise InputError(
                 f"{length} tokens were asked for; the context of {self.name} has {self.context_length}"
             )
-        self._free_context()
         each = -(-length // CONTEXT_STEP) * CONTEXT_STEP
-        params = context_params(
-            PASS_TOKENS, self.threads, flash_attention=self.flash_attention, features=features
-        )
+        params = self._params(PASS_TOKENS, features=features)
         params.n_ctx, params.n_seq_max, params.kv_unified = each * sequences, sequences, False
-        self._context = lib.llama_init_from_model(self._model, params)
-        if not self._context:
-            raise EdgespecError(
-                f"llama.cpp cannot make room for {sequences} texts of {length} tokens for {self.name}: {reason()}; lower "
-                "generate.batch_size"
-            )
-        self._memory = lib.llama_get_memory(self._context)
+        self._new_context(params, f"room for {sequences} texts of {length} tokens", "lower generate.batch_size")
         self._features, self.length = features, length
         self.lengths = [0] * sequences
 
@@ -182,22 +136,6 @@ class LlamaCppSequences:
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, -1, -1)
         self._lib.llama_memory_seq_rm(self._memory, source, -1, -1)
         self.lengths[sequence], self.lengths[source] = self.lengths[source], 0
-
-    def token_text(self, token: int) -> str | None:
-        """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
-        return text_of(self._model, token)
-
-    def _free_context(self) -> None:
-        if self._context:
-            self._lib.llama_free(self._context)
-        self._context = None
-
-    def close(self) -> None:
-        """Free the model; a second call does nothing."""
-        self._free_context()
-        if self._model:
-            self._lib.llama_model_free(self._model)
-        self._model = None
 
 
 def wants_copy(file: Path) -> bool:

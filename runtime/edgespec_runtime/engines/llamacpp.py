@@ -73,51 +73,111 @@ def is_available() -> bool:
     return True
 
 
-def load_weights(file: Path, *, repacked: bool) -> Any:
-    """A llama_model on the CPU; `repacked`: llama.cpp may interleave rows for speed. Raises BundleError where it cannot."""
-    lib = load_library()
-    params = lib.llama_model_default_params()
-    params.n_gpu_layers = 0
-    params.use_extra_bufts = repacked
-    _messages.clear()
-    model = lib.llama_model_load_from_file(os.fsencode(file), params)
-    if not model:
-        raise BundleError(f"llama.cpp cannot load {file}: {reason()}; export it again")
-    return model
-
-
-def text_of(model: Any, token: int) -> str | None:
-    """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
-    lib = load_library()
-    vocab = lib.llama_model_get_vocab(model)
-    none = lib.llama_vocab_type(vocab) == lib.LLAMA_VOCAB_TYPE_NONE
-    if none or not 0 <= token < lib.llama_vocab_n_tokens(vocab):
-        return None
-    text: bytes = lib.llama_vocab_get_text(vocab, token)
-    return text.decode("utf-8", "replace")
-
-
-def context_params(tokens: int, threads: int, *, flash_attention: bool, features: bool) -> Any:
-    """llama_context_params of passes of at most so many tokens; with `features` they give the last hidden states too."""
-    lib = load_library()
-    params = lib.llama_context_default_params()
-    params.n_batch = params.n_ubatch = tokens
-    params.n_threads = params.n_threads_batch = threads
-    params.flash_attn_type = (
-        lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    )
-    params.embeddings, params.pooling_type = features, lib.LLAMA_POOLING_TYPE_NONE
-    params.no_perf = True
-    return params
-
-
 def floats_at(address: int, rows: int, width: int) -> NDArray[np.float32]:
     """llama.cpp's own memory as float32 [rows, width]."""
     values = (ctypes.c_float * (rows * width)).from_address(address)
     return np.ctypeslib.as_array(values).reshape(rows, width)
 
 
-class LlamaCppEngine:
+def reason() -> str:
+    """What llama.cpp said last of an error."""
+    return "; ".join(_messages) or "no reason given"
+
+
+class LlamaCppModel:
+    """The weights of one GGUF file, one context of them at a time, and a batch in numpy's memory: filled by slices.
+
+    Raises InputError for a missing file, BundleError for one llama.cpp cannot load.
+    """
+
+    flash_attention: bool
+    context_length: int
+
+    def __init__(self, file: Path, threads: int | None) -> None:
+        self._lib = load_library()
+        self._model: Any = None
+        self._context: Any = None
+        if not file.is_file():
+            raise InputError(f"{file} is missing; give a GGUF file")
+        self._header = read_header(file)
+        self.threads = threads or default_threads()
+        self.name = f"llama.cpp {file.name}"
+
+    def _load(self, file: Path, *, repacked: bool) -> int:
+        """Load the weights on the CPU; `repacked`: llama.cpp may interleave rows for speed. Returns the model's own context."""
+        lib = self._lib
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.use_extra_bufts = repacked
+        _messages.clear()
+        self._model = lib.llama_model_load_from_file(os.fsencode(file), params)
+        if not self._model:
+            raise BundleError(f"llama.cpp cannot load {file}: {reason()}; export it again")
+        self._vocab = lib.llama_model_get_vocab(self._model)
+        self.vocab_size = int(lib.llama_vocab_n_tokens(self._vocab))
+        self.width = int(lib.llama_model_n_embd(self._model))  # of a hidden state
+        return int(lib.llama_model_n_ctx_train(self._model))
+
+    def _params(self, tokens: int, *, features: bool) -> Any:
+        """llama_context_params of passes of at most so many tokens; with `features` they give the last hidden states too."""
+        lib = self._lib
+        params = lib.llama_context_default_params()
+        params.n_batch = params.n_ubatch = tokens
+        params.n_threads = params.n_threads_batch = self.threads
+        params.flash_attn_type = (
+            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        params.embeddings, params.pooling_type = features, lib.LLAMA_POOLING_TYPE_NONE
+        params.no_perf = True
+        return params
+
+    def _new_context(self, params: Any, what: str, advice: str) -> None:
+        """An empty context in place of the one there is. Raises EdgespecError where memory does not hold `what`."""
+        self._free_context()
+        self._context = self._lib.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise EdgespecError(f"llama.cpp cannot make {what} for {self.name}: {reason()}; {advice}")
+        self._memory = self._lib.llama_get_memory(self._context)
+
+    def _make_batch(self, tokens: int) -> None:
+        """A llama_batch of so many tokens, all of sequence 0 and without logits."""
+        lib = self._lib
+        self._tokens, self._positions, self._sequences = (np.zeros(tokens, np.int32) for _ in range(3))
+        self._ones, self._wanted = np.ones(tokens, np.int32), np.zeros(tokens, np.int8)
+        first, step = self._sequences.ctypes.data, self._sequences.itemsize
+        self._pointers = np.arange(tokens, dtype=np.uintp) * step + first
+
+        def at(array: np.ndarray, kind: Any) -> Any:
+            return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
+
+        batch = self._batch = lib.llama_batch()
+        batch.token, batch.pos = at(self._tokens, lib.llama_token), at(self._positions, lib.llama_pos)
+        batch.n_seq_id, batch.logits = at(self._ones, ctypes.c_int32), at(self._wanted, ctypes.c_int8)
+        batch.seq_id = at(self._pointers, ctypes.POINTER(lib.llama_seq_id))
+
+    def token_text(self, token: int) -> str | None:
+        """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
+        lib = self._lib
+        none = lib.llama_vocab_type(self._vocab) == lib.LLAMA_VOCAB_TYPE_NONE
+        if none or not 0 <= token < self.vocab_size:
+            return None
+        text: bytes = lib.llama_vocab_get_text(self._vocab, token)
+        return text.decode("utf-8", "replace")
+
+    def _free_context(self) -> None:
+        if self._context:
+            self._lib.llama_free(self._context)
+        self._context = None
+
+    def close(self) -> None:
+        """Free the model; a second call does nothing."""
+        self._free_context()
+        if self._model:
+            self._lib.llama_model_free(self._model)
+        self._model = None
+
+
+class LlamaCppEngine(LlamaCppModel):
     """One GGUF model and its key/value cache (16 bits).
 
     `flash_attention=None` chooses by the file: on for quantised weights, where it and what block_kernels adds make a block's
@@ -136,34 +196,22 @@ class LlamaCppEngine:
         flash_attention: bool | None = None,
         features: bool = False,
     ) -> None:
-        self._lib = load_library()
-        self._model: Any = None
-        self._context: Any = None
-        self._batch: Any = None
-        if not file.is_file():
-            raise InputError(f"{file} is missing; give a GGUF file")
-        header = read_header(file)
-        self.float_weights = header.types <= FLOAT_TYPES
+        super().__init__(file, threads)
+        types = self._header.types
+        self.float_weights = types <= FLOAT_TYPES
         self.flash_attention = not self.float_weights if flash_attention is None else flash_attention
-        self.threads = threads or default_threads()
-        self._kernels = kernels_for(
-            header.types,
-            self.threads,
-            exact=self.flash_attention and not self.float_weights,
-            bf16_keys=is_amd_with_bf16(),
-        )
-        self._model = load_weights(file, repacked=self._kernels.repacked)
+        exact = self.flash_attention and not self.float_weights
+        self._kernels = kernels_for(types, self.threads, exact=exact, bf16_keys=is_amd_with_bf16())
+        trained = self._load(file, repacked=self._kernels.repacked)
         try:
-            self._open(file, context_length, header.rope_border, features)
+            self.context_length = min(context_length or trained, trained)
+            self._open(file, features)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, file: Path, context_length: int | None, border: int | None, features: bool) -> None:
-        lib = self._lib
-        self.name = f"llama.cpp {file.name}"
-        trained = int(lib.llama_model_n_ctx_train(self._model))
-        self.context_length = min(context_length or trained, trained)
+    def _open(self, file: Path, features: bool) -> None:
+        lib, border = self._lib, self._header.rope_border
         self.block_length = min(BLOCK_LENGTH, self.context_length)
         if border is not None and border % CONTEXT_STEP:
             raise BundleError(
@@ -171,23 +219,15 @@ class LlamaCppEngine:
                 f"{CONTEXT_STEP}: it would give short texts the long factors; run the model in ONNX Runtime"
             )
         self.rope_border = border if border is not None and border < self.context_length else None
-        params = self._params = context_params(
-            self.block_length, self.threads, flash_attention=self.flash_attention, features=features
-        )
+        params = self._settings = self._params(self.block_length, features=features)
         params.n_seq_max = 1
         if self._kernels.key_type is not None:
             params.type_k = self._kernels.key_type
         if self._kernels.value_type is not None:
             params.type_v = self._kernels.value_type
         self._make_context(self.context_length)  # the longest: what memory does not hold is said now
-        self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
-        self._batch = batch = lib.llama_batch_init(self.block_length, 0, 1)
-        self._tokens = np.ctypeslib.as_array(batch.token, shape=(self.block_length,))
-        self._positions = np.ctypeslib.as_array(batch.pos, shape=(self.block_length,))
-        np.ctypeslib.as_array(batch.logits, shape=(self.block_length,))[:] = 1
-        np.ctypeslib.as_array(batch.n_seq_id, shape=(self.block_length,))[:] = 1
-        for row in range(self.block_length):
-            batch.seq_id[row][0] = 0
+        self._make_batch(self.block_length)
+        self._wanted[:] = 1
         # As the package declares it, each call builds a pointer object, and numpy a type for its shape: 40 us a pass.
         function = ctypes.cast(lib.llama_get_logits, ctypes.c_void_p).value or 0
         self._logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(function)
@@ -196,24 +236,14 @@ class LlamaCppEngine:
         self._joined: Logits = np.empty((rows, self.vocab_size), dtype=np.float32)
         self._hidden: Features | None = None
         if features:
-            width = int(lib.llama_model_n_embd(self._model))
-            self._hidden = np.empty((self.block_length, width), dtype=np.float32)
+            self._hidden = np.empty((self.block_length, self.width), dtype=np.float32)
         self.features = self._hidden
 
     def _make_context(self, length: int) -> None:
         """An empty context of `length` tokens in place of the one there is."""
-        lib = self._lib
-        if self._context:
-            lib.llama_free(self._context)
-            self._context = None
-        self._params.n_ctx = length
-        self._context = lib.llama_init_from_model(self._model, self._params)
-        if not self._context:
-            raise EdgespecError(
-                f"llama.cpp cannot make a context of {length} tokens for {self.name}: {reason()}; give a shorter --context"
-            )
-        self._memory = lib.llama_get_memory(self._context)
-        self._made_for, self._buffer_address, self.n_past = length, 0, 0
+        self._settings.n_ctx, self.n_past = length, 0
+        self._new_context(self._settings, f"a context of {length} tokens", "give a shorter --context")
+        self._made_for, self._buffer_address = length, 0
 
     def use_rope(self, *, long: bool) -> None:
         """Empty the cache; keys have the long RoPE factors from now on, or the short ones."""
@@ -266,9 +296,8 @@ class LlamaCppEngine:
             raise
         self.n_past += count
         if self._hidden is not None:
-            width = self._hidden.shape[1]
             address = ctypes.cast(lib.llama_get_embeddings(self._context), ctypes.c_void_p).value or 0
-            self._hidden[place : place + count] = floats_at(address, count, width)
+            self._hidden[place : place + count] = floats_at(address, count, self.width)
         return self._rows(count)
 
     def _rows(self, count: int) -> Logits:
@@ -286,36 +315,3 @@ class LlamaCppEngine:
         if n_past < self.n_past:
             self._lib.llama_memory_seq_rm(self._memory, 0, n_past, -1)
             self.n_past = n_past
-
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
-        """The file's own tokenizer; the runtime uses the bundle's, and this shows that both agree."""
-        data = text.encode("utf-8")
-        buffer = (self._lib.llama_token * (len(data) + 16))()
-        vocab = self._lib.llama_model_get_vocab(self._model)
-        count = self._lib.llama_tokenize(
-            vocab, data, len(data), buffer, len(buffer), add_special, parse_special
-        )
-        if count < 0:
-            raise EdgespecError(
-                f"llama.cpp cannot tokenize {len(data)} bytes: it wants room for {-count} tokens"
-            )
-        return list(buffer[:count])
-
-    def token_text(self, token: int) -> str | None:
-        """See `text_of`."""
-        return text_of(self._model, token)
-
-    def close(self) -> None:
-        """Free the model; a second call does nothing."""
-        if self._batch is not None:
-            self._lib.llama_batch_free(self._batch)
-        if self._context:
-            self._lib.llama_free(self._context)
-        if self._model:
-            self._lib.llama_model_free(self._model)
-        self._batch = self._context = self._model = None
-
-
-def reason() -> str:
-    """What llama.cpp said last of an error."""
-    return "; ".join(_messages) or "no reason given"
