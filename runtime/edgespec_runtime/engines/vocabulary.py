@@ -85,9 +85,7 @@ def read_vocabulary(path: Path, error: type[EdgespecError] = BundleError) -> Voc
         raise refuse(f"'ids' is {_short(ids)}, and a list of token ids is wanted")
     before = -1
     for place, token in enumerate(ids):
-        if type(token) is not int:
-            raise refuse(f"ids[{place}] is {_short(token)}, and a whole number is wanted")
-        if not before < token < total:
+        if type(token) is not int or not before < token < total:
             raise refuse(
                 f"ids[{place}] is {_short(token)} after {before}, and ascending ids below {total} are wanted"
             )
