@@ -1,7 +1,7 @@
 """ONNX Runtime on a GroupQueryAttention graph whose KV cache is written in place.
 
 One buffer per layer is bound as past and as present (IOBinding), so a pass appends to it without a copy and a rollback is a
-shorter attention mask. Every other tensor is a preallocated buffer bound with the shape of the call.
+smaller number. Every other tensor is a preallocated buffer bound with the shape of the call.
 
 A graph with two sets of RoPE factors chooses by the length of the attention mask, and reads as many tokens as the mask has ones.
 So a mask longer than the border, with zeros at its end, gives a short beginning of a long text the long factors.
@@ -9,11 +9,13 @@ So a mask longer than the border, with zeros at its end, gives a short beginning
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from numpy.typing import NDArray
 
 from edgespec.core.errors import BundleError, EdgespecError
 from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room, default_threads
@@ -30,7 +32,67 @@ MOST_WIDTH = 2**17  # of hidden states, which size memory
 BLOCK_LENGTH = 128  # prefill pieces: large enough for full speed, small enough for the logits buffer (16 MB at 32,000 tokens)
 
 
-class OnnxRuntimeEngine:
+class InPlaceGraph:
+    """Such a graph's session and what is bound to it. Who inherits opens the session and says what is bound.
+
+    Attributes:
+        n_past: tokens in the cache.
+    """
+
+    name: str
+    context_length: int
+    block_length: int
+    n_past = 0
+    _session: ort.InferenceSession
+
+    def _bind_rows(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> None:
+        """Arrays [block_length, ...] by name, of which a pass of n tokens has the first n rows, as [1, n, ...].
+
+        They come before the cache: a binding keeps the order of its outputs.
+        """
+        self._binding = bind = self._session.io_binding()
+        each = [(bind.bind_input, *one) for one in inputs.items()] + [(bind.bind_output, *one) for one in outputs.items()]
+        self._rows = [(how, name, rows.dtype, rows.shape[1:], rows.ctypes.data) for how, name, rows in each]
+        self._rebind(1)
+
+    def _rebind(self, count: int) -> None:
+        for how, name, dtype, shape, address in self._rows:
+            how(name, "cpu", 0, dtype, (1, count, *shape), address)
+        self._bound = count
+
+    def _bind_cache(self, names: Iterable[tuple[str, str]], shape: tuple[int, ...]) -> None:
+        """`names`: of every buffer, as the graph's past and as its present. `shape` [1, heads, places, head size]."""
+        kinds = {value.name: value.type for value in self._session.get_inputs()}
+        self._cache = []
+        for past, present in names:
+            buffer = np.zeros(shape, np.float16 if kinds.get(past) == "tensor(float16)" else np.float32)
+            self._cache.append(buffer)  # keeps the memory alive
+            told = "cpu", 0, buffer.dtype, shape, buffer.ctypes.data
+            self._binding.bind_input(past, *told)
+            self._binding.bind_output(present, *told)
+
+    def _run(self, count: int) -> None:
+        """One pass over `count` tokens, whose rows are filled. Raises EdgespecError where it fails."""
+        if count != self._bound:  # a small drafter's pass takes little longer than binding its tensors
+            self._rebind(count)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            raise EdgespecError(
+                f"ONNX Runtime failed on {count} tokens after {self.n_past}: {str(error)[:300]}"
+            ) from error
+        self.n_past += count
+
+    def rewind(self, n_past: int) -> None:
+        """Forget all but the first `n_past` tokens."""
+        check_rewind(self, n_past)
+        self.n_past = n_past
+
+    def close(self) -> None:
+        del self._rows, self._binding, self._session
+
+
+class OnnxRuntimeEngine(InPlaceGraph):
     """A model folder written by the exporter: `model.onnx`, its data file and `genai_config.json`.
 
     Args:
@@ -61,7 +123,6 @@ class OnnxRuntimeEngine:
             raise BundleError(f"{folder} has no model file {filename!r}; export the model again")
         check_onnx(folder / filename)
         self.name = f"onnxruntime {folder.name}"
-        self.n_past = 0
         try:
             self._session = open_session(folder / filename, threads or default_threads(), WIDEN_ONCE)
             spare = self._told(SPARE_TOKENS) or 0
@@ -90,36 +151,27 @@ class OnnxRuntimeEngine:
 
     def _bind(self, settings: OnnxSettings, spare: int) -> None:
         """Bind every tensor of the graph to memory of this object. `spare`: places of the cache behind the text."""
-        self._binding = self._session.io_binding()
-
         self._ids = np.zeros(self.block_length, dtype=np.int64)
         self._mask = np.ones(self.context_length, dtype=np.int64)
         self._least_mask, self._padded = 0, False  # its length at least; whether it has zeros behind the text
         self._logits = np.zeros((self.block_length, self.vocab_size), dtype=np.float32)
         self._hidden = self._hidden_states()
         self.features: Features | None = None if self._hidden is None else self._hidden[:0]
-        self._names = (settings.ids, settings.mask, settings.logits)
-        self._addresses = tuple(each.ctypes.data for each in (self._ids, self._mask, self._logits))
-        self._bound = 0  # tokens of the pass that the ids and the logits are bound for
-        self._bind_tokens(1)  # logits before the cache: the binding keeps the order of its outputs
-        kv_shape = (1, settings.kv_heads, self.context_length + spare, settings.head_size)
-        kinds = {value.name: value.type for value in self._session.get_inputs()}
+        hidden = {} if self._hidden is None else {HIDDEN_STATES: self._hidden}
+        self._bind_rows({settings.ids: self._ids}, {settings.logits: self._logits, **hidden})
+        self._mask_name, self._mask_address = settings.mask, self._mask.ctypes.data
+        self._bind_mask(1)
         values = self._session.get_inputs() + self._session.get_outputs()
         shapes = {value.name: value.shape for value in values}
         _check_shape("vocab_size", settings.vocab_size, shapes[settings.logits][-1])
         past_shape = shapes[settings.past_key % 0]
         _check_shape("num_key_value_heads", settings.kv_heads, past_shape[1])
         _check_shape("head_size", settings.head_size, past_shape[-1])
-        self._cache = []
-        names = ((settings.past_key, settings.present_key), (settings.past_value, settings.present_value))
-        for layer in range(settings.layers):
-            for before, after in names:
-                past, present = before % layer, after % layer
-                dtype = np.float16 if kinds[past] == "tensor(float16)" else np.float32
-                buffer = np.zeros(kv_shape, dtype=dtype)
-                self._cache.append(buffer)  # keeps the memory alive
-                self._binding.bind_input(past, "cpu", 0, dtype, kv_shape, buffer.ctypes.data)
-                self._binding.bind_output(present, "cpu", 0, dtype, kv_shape, buffer.ctypes.data)
+        parts = ((settings.past_key, settings.present_key), (settings.past_value, settings.present_value))
+        self._bind_cache(
+            ((past % layer, present % layer) for layer in range(settings.layers) for past, present in parts),
+            (1, settings.kv_heads, self.context_length + spare, settings.head_size),
+        )
 
     def _hidden_states(self) -> Features | None:
         """Memory for the graph's last hidden states, where it gives them."""
@@ -131,52 +183,31 @@ class OnnxRuntimeEngine:
             raise ValueError(f"its {HIDDEN_STATES} have the width {str(width)[:40]!r}")
         return np.zeros((self.block_length, width), np.float32)
 
-    def _bind_tokens(self, count: int) -> None:
-        ids, mask, logits = self._names
-        bind, addresses = self._binding, self._addresses
+    def _bind_mask(self, count: int) -> None:
         total, least = self.n_past + count, self._least_mask
         if total < least:
             self._mask[:total], self._mask[total:least] = 1, 0
             self._padded = True
         elif self._padded:
             self._mask[:least], self._padded = 1, False
-        bind.bind_input(mask, "cpu", 0, np.int64, (1, max(total, least)), addresses[1])
-        if count != self._bound:  # a small drafter's pass takes little longer than binding its tensors
-            bind.bind_input(ids, "cpu", 0, np.int64, (1, count), addresses[0])
-            bind.bind_output(logits, "cpu", 0, np.float32, (1, count, self.vocab_size), addresses[2])
-            if self._hidden is not None:
-                dims = (1, count, self._hidden.shape[1])
-                bind.bind_output(HIDDEN_STATES, "cpu", 0, np.float32, dims, self._hidden.ctypes.data)
-            self._bound = count
+        dims = (1, max(total, least))
+        self._binding.bind_input(self._mask_name, "cpu", 0, np.int64, dims, self._mask_address)
 
     def forward(self, tokens: Sequence[int]) -> Logits:
         count = len(tokens)
         check_room(self, count)
         self._ids[:count] = tokens
-        self._bind_tokens(count)
-        try:
-            self._session.run_with_iobinding(self._binding)
-        except Exception as error:
-            raise EdgespecError(
-                f"ONNX Runtime failed on {count} tokens after {self.n_past}: {str(error)[:300]}"
-            ) from error
-        self.n_past += count
+        self._bind_mask(count)
+        self._run(count)
         if self._hidden is not None:
             self.features = self._hidden[:count]
         return self._logits[:count]
-
-    def rewind(self, n_past: int) -> None:
-        check_rewind(self, n_past)
-        self.n_past = n_past
 
     def use_rope(self, *, long: bool) -> None:
         """Empty the cache; the graph takes its long RoPE factors from now on, or its short ones."""
         self.n_past = 0
         self._mask[:], self._padded = 1, False
         self._least_mask = (self.rope_border or 0) + 1 if long else 0
-
-    def close(self) -> None:
-        del self._binding, self._session
 
 
 def open_session(graph: Path, threads: int, *entries: tuple[str, str]) -> ort.InferenceSession:

@@ -1,7 +1,7 @@
 """A feature drafter's head on ONNX Runtime: token ids and features in, logits of V' tokens and its own features out.
 
-One buffer per layer is bound as past and as present, so a pass appends to it and a rollback is a smaller number. Knows no target
-and no text: which features are the target's and which are its own is the drafter's business (decoding/drafters.py).
+Knows no target and no text: which features are the target's and which are its own is the drafter's business
+(decoding/drafters.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.core.errors import BundleError, EdgespecError
+from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json
-from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room
-from edgespec_runtime.engines.onnx_runtime import open_session
+from edgespec_runtime.engines.engine import Features, Logits, check_room
+from edgespec_runtime.engines.onnx_runtime import InPlaceGraph, open_session
 from edgespec_runtime.untrusted.genai_settings import count_of
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
@@ -33,7 +33,7 @@ _SIZES = (
 )
 
 
-class FeatureHead:
+class FeatureHead(InPlaceGraph):
     """A head's folder: `model.onnx`, its data file and `head.json`.
 
     Attributes:
@@ -51,7 +51,6 @@ class FeatureHead:
         self.vocab_size = shape["draft_vocab_size"]
         self.context_length = min(context_length or shape["context_length"], shape["context_length"])
         self.block_length = min(BLOCK_LENGTH, self.context_length)
-        self.n_past = 0
         try:
             self._session = open_session(folder / GRAPH, threads=1)
             self._bind(shape)
@@ -74,32 +73,17 @@ class FeatureHead:
         self._total = np.zeros((), np.int32)
         self._logits = np.zeros((length, self.vocab_size), np.float32)
         self._own = np.zeros((length, self.hidden_size), np.float32)
-        self._bound = 0
-        self._binding = self._session.io_binding()
-        self._bind_slots(1)  # outputs keep the order in which they are bound: these two first
-        dims = (1, shape["kv_heads"], self.context_length, shape["head_dim"])
-        self._cache = []
-        for layer in range(shape["layers"]):
-            for part in ("key", "value"):
-                buffer = np.zeros(dims, np.float32)
-                self._cache.append(buffer)  # keeps the memory alive
-                past, present = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
-                self._binding.bind_input(past, "cpu", 0, np.float32, dims, buffer.ctypes.data)
-                self._binding.bind_output(present, "cpu", 0, np.float32, dims, buffer.ctypes.data)
-
-    def _bind_slots(self, count: int) -> None:
-        bind, rows = self._binding, (1, count)
+        self._bind_rows(
+            {"input_ids": self._ids, "features": self._features}, {"logits": self._logits, "own_features": self._own}
+        )
+        bind = self._binding
         bind.bind_input("seqlens_k", "cpu", 0, np.int32, (1,), self._last.ctypes.data)
         bind.bind_input("total_length", "cpu", 0, np.int32, (), self._total.ctypes.data)
-        bind.bind_input("input_ids", "cpu", 0, np.int64, rows, self._ids.ctypes.data)
-        read, logits, own = (
-            (array.dtype, (*rows, array.shape[1]), array.ctypes.data)
-            for array in (self._features, self._logits, self._own)
+        parts = [f"{layer}.{part}" for layer in range(shape["layers"]) for part in ("key", "value")]
+        self._bind_cache(
+            ((f"past_key_values.{part}", f"present.{part}") for part in parts),
+            (1, shape["kv_heads"], self.context_length, shape["head_dim"]),
         )
-        bind.bind_input("features", "cpu", 0, *read)
-        bind.bind_output("logits", "cpu", 0, *logits)
-        bind.bind_output("own_features", "cpu", 0, *own)
-        self._bound = count
 
     def forward(self, tokens: Sequence[int], features: Features) -> tuple[Logits, Features]:
         """Append slots: tokens [n] with the features [n, F] before them; logits [n, V'] and own features [n, H].
@@ -112,24 +96,8 @@ class FeatureHead:
         self._ids[:count], self._features[:count] = tokens, features
         total = self.n_past + count
         self._last[0], self._total[...] = total - 1, total
-        if count != self._bound:
-            self._bind_slots(count)
-        try:
-            self._session.run_with_iobinding(self._binding)
-        except Exception as error:
-            raise EdgespecError(
-                f"ONNX Runtime failed on {count} slots of {self.name} after {self.n_past}: {str(error)[:300]}"
-            ) from error
-        self.n_past = total
+        self._run(count)
         return self._logits[:count], self._own[:count]
-
-    def rewind(self, n_past: int) -> None:
-        """Forget every slot but the first `n_past`."""
-        check_rewind(self, n_past)
-        self.n_past = n_past
-
-    def close(self) -> None:
-        del self._binding, self._session
 
 
 def _shape(folder: Path) -> dict[str, int]:
