@@ -22,7 +22,6 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, context_for
 from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, vocabulary_of
 from edgespec_runtime.heads.feature_engine import FeatureEngine
-from edgespec_runtime.heads.feature_head import FeatureHead
 from edgespec_runtime.rules.sampling import Warp, warp
 from edgespec_runtime.rules.table import LOSSLESS
 
@@ -138,7 +137,7 @@ def open_models(
     second: Engine
     if drafter.is_head:
         assert subset is not None
-        second = FeatureEngine(FeatureHead(drafter.path, first.engine.context_length), subset, first)
+        second = FeatureEngine(drafter.path, subset, first)
     else:
         second = open_file(drafter, parameters["drafter"], context, role="drafter")
         second = second if subset is None else SubsetEngine(second, subset)

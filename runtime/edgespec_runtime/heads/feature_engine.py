@@ -8,31 +8,32 @@ target has been there: `true_slots` says how many of the first slots are none (`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.engines.engine import Logits, check_rewind, check_room
+from edgespec_runtime.engines.engine import Logits, check_room
 from edgespec_runtime.engines.vocabulary import Vocabulary
-
-if TYPE_CHECKING:  # it imports ONNX Runtime, which a target on llama.cpp without a head does not need
-    from edgespec_runtime.heads.feature_head import FeatureHead
 
 
 class FeatureEngine:
     """The Engine of a head that follows one target. Logits are [n, V], -inf for tokens that it does not draft.
 
     Args:
-        head: its graph, of this engine alone from now on.
+        folder: the head's.
         vocabulary: the target's tokens that the head's V' outputs stand for.
         target: whose features it reads; both hold the same text.
 
     Raises BundleError where the three do not belong together.
     """
 
-    def __init__(self, head: FeatureHead, vocabulary: Vocabulary, target: CachedEngine) -> None:
+    def __init__(self, folder: Path, vocabulary: Vocabulary, target: CachedEngine) -> None:
+        # it imports ONNX Runtime, which a target on llama.cpp without a head does not need
+        from edgespec_runtime.heads.feature_head import FeatureHead
+
+        head = FeatureHead(folder, target.engine.context_length)
         if target.features is None:
             raise BundleError(
                 f"{target.engine.name} gives no hidden states, which the drafter reads; build the bundle again"
@@ -90,7 +91,6 @@ class FeatureEngine:
 
     def rewind(self, n_past: int) -> None:
         """Forget every slot but the first `n_past`."""
-        check_rewind(self, n_past)
         self.head.rewind(n_past)
         self.n_past = n_past
         self.true_slots = min(self.true_slots, n_past)

@@ -19,6 +19,7 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
 from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, read_vocabulary
+from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.text.prompts import bundled_chats
 from edgespec_runtime.text.tokenizer import ChatTokenizer, Message
 
@@ -204,25 +205,22 @@ def load_model(
 
 def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
     """Engine and precision: what was asked for, else the bundle's default, else the first the bundle has for that engine."""
-    pairs = manifest.pairs()
-    asked = STATIC if options.engine == OPENVINO else options.engine
-    engine = asked or manifest.default["engine"]
-    offered = [precision for name, precision in pairs if name == engine]
-    if options.precision and not options.engine and options.precision not in offered:
-        engine = next((name for name, precision in pairs if precision == options.precision), engine)
-        offered = [precision for name, precision in pairs if name == engine]
+    pairs, usual = manifest.pairs(), manifest.default["precision"]
+    engine = STATIC if options.engine == OPENVINO else options.engine or manifest.default["engine"]
+    precision = options.precision
+    if precision and not options.engine and (engine, precision) not in pairs:
+        engine = next((name for name, held in pairs if held == precision), engine)
+    offered = [held for name, held in pairs if name == engine]
     if not offered:
         raise InputError(
             f"the bundle has no pair for engine {engine!r}{did_you_mean(engine, {name for name, _ in pairs})}"
         )
-    if options.precision:
-        if options.precision not in offered:
-            raise InputError(
-                f"the bundle has no {options.precision!r} pair for {engine}{did_you_mean(options.precision, offered)}"
-            )
-        return engine, options.precision
-    preferred = manifest.default["precision"]
-    return engine, preferred if preferred in offered else offered[0]
+    precision = precision or (usual if usual in offered else offered[0])
+    if precision not in offered:
+        raise InputError(
+            f"the bundle has no {precision!r} pair for {engine}{did_you_mean(precision, offered)}"
+        )
+    return engine, precision
 
 
 def usual_mode(default: Mapping[str, Any], engine: str, precision: str) -> str:
@@ -280,24 +278,27 @@ def open_pair(
     manifest.check_files(_needed(manifest, engine, precision))
     threads, opened = options.threads or default_threads(), ExitStack()
 
-    def load(role: str, vocabulary: Vocabulary | None = None) -> CachedEngine:
-        own_threads = 1 if getattr(manifest, role).parameters < ONE_THREAD_BELOW[role] else threads
+    def load(role: str) -> Engine:
+        own_threads = 1 if manifest.model(role).parameters < ONE_THREAD_BELOW[role] else threads
         model = load_model(manifest, role, engine, precision, options, own_threads)
-        opened.enter_context(closing(model))
-        return CachedEngine(model if vocabulary is None else SubsetEngine(model, vocabulary))
+        return opened.enter_context(closing(model))
 
     path = manifest.model_path("target", engine, precision)
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
     with opened, reading("load the models", size) as bar:  # the drafter is small beside it
-        target = load("target")
+        target = CachedEngine(load("target"))
         bar.update(size / MIB)
         draft = None
         if with_draft:
             vocabulary = _drafters_vocabulary(manifest, target.engine)
-            if manifest.drafter.kind == HEAD:
-                draft = _head(manifest, engine, precision, vocabulary, target)
+            if manifest.drafter.kind == HEAD:  # on ONNX Runtime and one thread, whatever the target runs on
+                assert vocabulary is not None  # the manifest was checked
+                head = manifest.model_path("drafter", engine, precision)
+                model: Engine = opened.enter_context(closing(FeatureEngine(head, vocabulary, target)))
             else:
-                draft = load("drafter", vocabulary)
+                model = load("drafter")
+                model = model if vocabulary is None else SubsetEngine(model, vocabulary)
+            draft = CachedEngine(model)
         tokenizer = ChatTokenizer(manifest.folder / "tokenizer")
         opened.pop_all()  # the pair's from now on
     return Pair(
@@ -312,15 +313,3 @@ def open_pair(
         mode=options.mode,
         backend=OPENVINO if options.engine == OPENVINO else engine,
     )
-
-
-def _head(
-    manifest: Manifest, engine: str, precision: str, vocabulary: Vocabulary | None, target: CachedEngine
-) -> CachedEngine:
-    """The drafter that is a head, beside its target; on ONNX Runtime and one thread, whatever the target runs on."""
-    from edgespec_runtime.heads.feature_engine import FeatureEngine
-    from edgespec_runtime.heads.feature_head import FeatureHead
-
-    assert vocabulary is not None  # the manifest was checked
-    path = manifest.model_path("drafter", engine, precision)
-    return CachedEngine(FeatureEngine(FeatureHead(path, target.engine.context_length), vocabulary, target))
