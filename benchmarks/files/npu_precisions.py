@@ -18,6 +18,7 @@ import argparse
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from edgespec_runtime.engines.static import StaticEngine
-from edgespec_runtime.engines.static_program import has_openvino
 
 from benchmarks.common import command_line
 from edgespec.core.table import table
@@ -101,7 +101,7 @@ def forms(model: Path, rows: list[list[int]], out: Path, threads: int) -> dict[s
     seen = calibrate(floats, rows)
     for precision in BITS:
         export_qdq(floats, out / f"static {precision}", precision, seen)
-    for backend in (ONNXRUNTIME, OPENVINO) if has_openvino() else (ONNXRUNTIME,):
+    for backend in (ONNXRUNTIME, OPENVINO) if find_spec("openvino") else (ONNXRUNTIME,):
         for precision in (FLOAT_PRECISION, *BITS):
             folder = out / f"static {precision}"
             size = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".onnx", ".data"))

@@ -11,8 +11,9 @@ A graph runs on ONNX Runtime, or on OpenVINO where that is asked for: a program 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from edgespec_runtime.engines.static_program import (
     Program,
     Shapes,
     open_onnxruntime,
-    openvino_opener,
+    open_openvino,
 )
 from edgespec_runtime.untrusted.genai_settings import count_of, unusable
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
@@ -65,6 +66,11 @@ class StaticSettings:
     def plain(self) -> dict[str, Any]:
         """As static.json has it."""
         return {"format": FORMAT, **asdict(self)}
+
+    def cache(self, kind: str, tokens: int) -> Shapes:
+        """The cache in the graphs, shapes by name. `kind`: past, all that it holds (inputs), or new, of a pass (outputs)."""
+        names = (f"{kind}.{layer}.{part}" for layer in range(self.layers) for part in ("key", "value"))
+        return dict.fromkeys(names, (1, self.kv_heads, tokens, self.head_dim))
 
 
 def read_static_settings(folder: Path) -> StaticSettings:
@@ -123,17 +129,22 @@ class StaticEngine:
         self.n_past = 0
         self._graphs = sorted((tokens, name) for name, tokens in settings.blocks.items())  # shortest first
         self._seen = dict.fromkeys(settings.blocks, 0)  # columns of the cache that each mask lets see
-        open_program = _opener(backend, device)
+        programs = {ONNXRUNTIME: open_onnxruntime, OPENVINO: partial(open_openvino, device=device)}
+        if backend not in programs:
+            raise InputError(f"backend {backend!r} is unknown{did_you_mean(backend, programs)}")
         self._programs: dict[str, Program] = {}
         try:
+            past = settings.cache("past", settings.length)
             for tokens, name in self._graphs:
                 path = folder / f"{name}.onnx"
                 check_onnx(path)
-                inputs, outputs = _inputs(tokens, settings), _outputs(tokens, settings)
-                self._programs[name] = open_program(path, threads or default_threads(), inputs, outputs)
+                mask = (1, 1, tokens, settings.length + tokens)
+                inputs = {"input_ids": (1, tokens), "position_ids": (1, tokens), "attention_mask": mask, **past}
+                outputs = {"logits": (1, tokens, settings.vocab_size), **settings.cache("new", tokens)}
+                self._programs[name] = programs[backend](path, threads or default_threads(), inputs, outputs)
             # only now, when every graph has the sizes that the settings say
-            size = _cache(settings.length, settings)
-            self._past = {name: np.zeros(size, np.float32) for name in names_of_cache(settings, "past")}
+            self._past = {name: np.zeros(shape, np.float32) for name, shape in past.items()}
+            self._new = list(settings.cache("new", 1))
             self._masks = {name: _mask(tokens, settings) for name, tokens in settings.blocks.items()}
         except EdgespecError:
             raise
@@ -168,8 +179,8 @@ class StaticEngine:
                 f"{self.name} failed on {count} tokens after {self.n_past}: {str(error)[:300]}"
             ) from error
         end = self.n_past + count
-        for into, source in zip(self._past, names_of_cache(self.settings, "new"), strict=True):
-            self._past[into][:, :, self.n_past : end] = results[source][:, :, :count]
+        for held, new in zip(self._past.values(), self._new, strict=True):
+            held[:, :, self.n_past : end] = results[new][:, :, :count]
         self.n_past = end
         logits: Logits = results["logits"][0, :count]
         return logits
@@ -182,36 +193,8 @@ class StaticEngine:
         self._programs.clear()
 
 
-def names_of_cache(settings: StaticSettings, kind: str) -> list[str]:
-    """Names of the cache's tensors in the graphs; kind: past (inputs) or new (outputs)."""
-    return [f"{kind}.{layer}.{part}" for layer in range(settings.layers) for part in ("key", "value")]
-
-
 def _mask(tokens: int, settings: StaticSettings) -> Array:
     """[1, 1, n, length + n]: nothing of the cache, and of the block what comes not later."""
     mask = np.full((1, 1, tokens, settings.length + tokens), settings.masked, dtype=np.float32)
     mask[0, 0, :, settings.length :][np.tril_indices(tokens)] = 0.0
     return mask
-
-
-def _cache(tokens: int, settings: StaticSettings) -> tuple[int, ...]:
-    return 1, settings.kv_heads, tokens, settings.head_dim
-
-
-def _inputs(tokens: int, settings: StaticSettings) -> Shapes:
-    past = dict.fromkeys(names_of_cache(settings, "past"), _cache(settings.length, settings))
-    mask = (1, 1, tokens, settings.length + tokens)
-    return {"input_ids": (1, tokens), "position_ids": (1, tokens), "attention_mask": mask, **past}
-
-
-def _outputs(tokens: int, settings: StaticSettings) -> Shapes:
-    new = dict.fromkeys(names_of_cache(settings, "new"), _cache(tokens, settings))
-    return {"logits": (1, tokens, settings.vocab_size), **new}
-
-
-def _opener(backend: str, device: str) -> Callable[[Path, int, Shapes, Shapes], Program]:
-    if backend == ONNXRUNTIME:
-        return open_onnxruntime
-    if backend == OPENVINO:
-        return openvino_opener(device)
-    raise InputError(f"backend {backend!r} is unknown{did_you_mean(backend, (ONNXRUNTIME, OPENVINO))}")

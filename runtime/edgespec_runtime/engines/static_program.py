@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,8 @@ from edgespec.core.errors import InputError, MissingExtra
 Array = NDArray[Any]
 Feeds = dict[str, Array]
 Shapes = dict[str, tuple[int, ...]]
-
-
-class Program(Protocol):
-    """One compiled graph."""
-
-    def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Run it: inputs by name, outputs by name (valid until the next call)."""
+Program = Callable[[Feeds], Mapping[str, Array]]
+"""One compiled graph: inputs by name in, outputs by name out (valid until the next call)."""
 
 
 def open_onnxruntime(path: Path, threads: int, inputs: Shapes, outputs: Shapes) -> Program:
@@ -37,7 +32,7 @@ def open_onnxruntime(path: Path, threads: int, inputs: Shapes, outputs: Shapes) 
     for name, array in results.items():
         binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
-    def run(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+    def run(feeds: Feeds) -> Mapping[str, Array]:
         for name, array in feeds.items():
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         session.run_with_iobinding(binding)
@@ -56,43 +51,33 @@ def _core() -> Any:
     return openvino.Core()
 
 
-def has_openvino() -> bool:
-    """Whether OpenVINO is installed."""
-    try:
-        _core()
-    except MissingExtra:
-        return False
-    return True
+def open_openvino(path: Path, threads: int, inputs: Shapes, outputs: Shapes, *, device: str) -> Program:
+    """A graph in OpenVINO on a device, with these inputs and outputs; on the CPU in float32.
 
-
-def openvino_opener(device: str) -> Callable[[Path, int, Shapes, Shapes], Program]:
-    """What opens a graph on a device; on the CPU in float32. Raises InputError for a device that OpenVINO does not see."""
+    Raises InputError for a device that OpenVINO does not see, ValueError where the graph has others.
+    """
     core = _core()
     if device not in core.available_devices:
         raise InputError(
             f"OpenVINO sees no device {device!r} here; it sees {', '.join(core.available_devices)}"
         )
+    model = core.read_model(path)
+    seen = {name: tuple(model.input(name).shape) for name in inputs}
+    seen |= {name: tuple(model.output(name).shape) for name in outputs}
+    check_shapes(seen, inputs | outputs)
+    settings: dict[str, Any] = {}
+    if device == "CPU":  # elsewhere the precision is the device's own
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
+        # Its integer products saturate in 16 bits on processors without VNNI; in floats the integer graph means the same
+        # on all of them.
+        settings["LP_TRANSFORMS_MODE"] = "NO"
+    request = core.compile_model(model, device, settings).create_infer_request()
 
-    def open_program(path: Path, threads: int, inputs: Shapes, outputs: Shapes) -> Program:
-        model = core.read_model(path)
-        seen = {name: tuple(model.input(name).shape) for name in inputs}
-        seen |= {name: tuple(model.output(name).shape) for name in outputs}
-        check_shapes(seen, inputs | outputs)
-        settings: dict[str, Any] = {}
-        if device == "CPU":  # elsewhere the precision is the device's own
-            settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
-            # Its integer products saturate in 16 bits on processors without VNNI; in floats the integer graph means the same
-            # on all of them.
-            settings["LP_TRANSFORMS_MODE"] = "NO"
-        request = core.compile_model(model, device, settings).create_infer_request()
+    def run(feeds: Feeds) -> Mapping[str, Array]:
+        request.infer(feeds, share_inputs=True)
+        return {name: np.asarray(request.get_tensor(name).data) for name in outputs}
 
-        def run(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-            request.infer(dict(feeds), share_inputs=True)
-            return {name: np.asarray(request.get_tensor(name).data) for name in outputs}
-
-        return run
-
-    return open_program
+    return run
 
 
 def check_shapes(seen: Mapping[str, tuple[Any, ...]], wanted: Shapes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.static import StaticEngine
-from edgespec_runtime.engines.static_program import has_openvino
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder, torch_logits
 
@@ -65,7 +65,7 @@ def test_logits_are_those_of_torch_in_every_graph(
 
 def test_openvino_is_there_to_be_tested() -> None:
     """It comes with the test extra; its parity must not be skipped unnoticed."""
-    assert has_openvino()
+    assert "CPU" in import_module("openvino").Core().available_devices
 
 
 def test_a_graph_has_plain_operators_and_no_free_dimension(static: dict[str, Path]) -> None:
