@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -68,20 +68,22 @@ class Lookalikes:
 
         The second is empty where there is no look-alike, and the messages are the same then.
         """
-        texts = [value for message in messages for value in message.values() if isinstance(value, str)]
-        if not any(map(self._suspicious, texts)):
-            return [dict(message) for message in messages], {}
-        used = set().union(*texts)
-        places = (chr(code) for code in _PLACES if chr(code) not in used)
-        hidden: dict[str, str] = {}  # text -> place
+        hidden: dict[str, str] = {}
 
+        def free_places() -> Iterator[str]:
+            texts = [value for message in messages for value in message.values() if isinstance(value, str)]
+            used = set().union(*texts)
+            yield from (chr(code) for code in _PLACES if chr(code) not in used)
+
+        places = free_places()
+
+        @cache
         def place(text: str) -> str:
-            if text not in hidden:
-                free = next(places, None)
-                if free is None:
-                    raise InputError("the message uses every private-use character; leave some out")
-                hidden[text] = free
-            return hidden[text]
+            free = next(places, None)
+            if free is None:
+                raise InputError("the message uses every private-use character; leave some out")
+            hidden[free] = text
+            return free
 
         def harmless(text: Any) -> Any:
             if not isinstance(text, str):
@@ -94,7 +96,7 @@ class Lookalikes:
             return text[:start] + place(inner) + text[start + len(inner) :]
 
         safe = [{name: harmless(value) for name, value in message.items()} for message in messages]
-        return safe, {character: text for text, character in hidden.items()}
+        return safe, hidden
 
     def encode(self, text: str, hidden: Mapping[str, str]) -> list[int]:
         """Ids of what the template wrote for messages from `hide`, or of a part of it; no special tokens are added."""
@@ -104,9 +106,6 @@ class Lookalikes:
         text = self._pattern.sub(lambda match: names[match.group()], text)
         text = text.translate({ord(character): spelt for character, spelt in hidden.items()})
         return [ids.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
-
-    def _suspicious(self, text: str) -> bool:
-        return self._pattern.search(text) is not None or self._becomes_special(text)
 
     def _becomes_special(self, text: str) -> bool:
         if not self._normalised:
