@@ -153,7 +153,7 @@ class OnnxRuntimeEngine(InPlaceGraph):
         """Bind every tensor of the graph to memory of this object. `spare`: places of the cache behind the text."""
         self._ids = np.zeros(self.block_length, dtype=np.int64)
         self._mask = np.ones(self.context_length, dtype=np.int64)
-        self._least_mask, self._padded = 0, False  # its length at least; whether it has zeros behind the text
+        self._least_mask = 0  # its length at least, with zeros behind the text
         self._logits = np.zeros((self.block_length, self.vocab_size), dtype=np.float32)
         self._hidden = self._hidden_states()
         self.features: Features | None = None if self._hidden is None else self._hidden[:0]
@@ -185,11 +185,8 @@ class OnnxRuntimeEngine(InPlaceGraph):
 
     def _bind_mask(self, count: int) -> None:
         total, least = self.n_past + count, self._least_mask
-        if total < least:
-            self._mask[:total], self._mask[total:least] = 1, 0
-            self._padded = True
-        elif self._padded:
-            self._mask[:least], self._padded = 1, False
+        if least:
+            self._mask[:least], self._mask[total:least] = 1, 0
         dims = (1, max(total, least))
         self._binding.bind_input(self._mask_name, "cpu", 0, np.int64, dims, self._mask_address)
 
@@ -206,7 +203,7 @@ class OnnxRuntimeEngine(InPlaceGraph):
     def use_rope(self, *, long: bool) -> None:
         """Empty the cache; the graph takes its long RoPE factors from now on, or its short ones."""
         self.n_past = 0
-        self._mask[:], self._padded = 1, False
+        self._mask[:] = 1
         self._least_mask = (self.rope_border or 0) + 1 if long else 0
 
 
