@@ -10,7 +10,7 @@ from typing import Any
 from edgespec_runtime.engines.exactness import FAST
 from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, write_vocabulary
 from edgespec_runtime.pair.bundle import usual_mode
-from edgespec_runtime.text.same_tokens import check_same_ids, check_same_pieces, subset_of
+from edgespec_runtime.text.same_tokens import check_same_ids, subset_of
 from edgespec_runtime.text.tokenizer import read_tokenizer
 
 from edgespec.core import __version__
@@ -219,10 +219,8 @@ def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabular
         )
     what = "the target and the drafter"
     both = {folder: read_tokenizer(folder / "tokenizer.json", InputError) for folder in folders}
-    check_same_ids(both, what)
     # a GGUF file says what splits its text in other words than a tokenizer.json does
-    if not any(map(own_file, folders)):
-        check_same_pieces(both, what)
+    check_same_ids(both, what, pieces=not any(map(own_file, folders)))
     return subset
 
 

@@ -24,35 +24,30 @@ from edgespec_runtime.text.tokenizer import read_tokenizer
 _MODEL = ("type", "merges", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
 
 
-def check_same_ids(both: Mapping[Path, Tokenizer], what: str) -> None:
+def check_same_ids(both: Mapping[Path, Tokenizer], what: str, *, pieces: bool = False) -> None:
     """Raise InputError naming the first token id that two tokenizers, by their folders, use differently; `what`: the two models.
 
     An added token that only one of them has is no difference, nor is a row of an embedding that no token has. One folder has one
-    tokenizer.
+    tokenizer. With `pieces` they must also make their pieces from text in one way.
     """
     if len(both) == 1:
         return
-    (a_folder, a), (b_folder, b) = ((folder, _texts(tokenizer)) for folder, tokenizer in both.items())
-    added = {token.content for one in both.values() for token in one.get_added_tokens_decoder().values()}
+    (a_folder, one), (b_folder, other) = both.items()
+    a, b = _texts(one), _texts(other)
+    added = {token.content for each in (one, other) for token in each.get_added_tokens_decoder().values()}
     shared = {*a.values()} & {*b.values()}
     for index in sorted(a.keys() | b.keys()):
         mine, theirs = a.get(index), b.get(index)
         only = mine if theirs is None else theirs if mine is None else None
         if mine != theirs and (only not in added or only in shared):
-            seen, other = ("no token" if text is None else repr(text[:80]) for text in (mine, theirs))
+            seen, found = ("no token" if text is None else repr(text[:80]) for text in (mine, theirs))
             raise InputError(
-                f"{what} must have one tokenizer: token {index} is {seen} in {a_folder} ({len(a)} tokens) and {other} in "
+                f"{what} must have one tokenizer: token {index} is {seen} in {a_folder} ({len(a)} tokens) and {found} in "
                 f"{b_folder} ({len(b)} tokens); give two models of one family"
             )
-
-
-def check_same_pieces(both: Mapping[Path, Tokenizer], what: str) -> None:
-    """Raise InputError where two tokenizers of the same ids make their pieces from text in different ways."""
-    if len(both) == 1:
-        return
-    (a_folder, a), (b_folder, b) = ((folder, _pieces(tokenizer)) for folder, tokenizer in both.items())
-    for part in a:
-        if a[part] != b[part]:
+    ways = _pieces(other)
+    for part, way in _pieces(one).items() if pieces else ():
+        if way != ways[part]:
             raise InputError(
                 f"{what} must have one tokenizer: those of {a_folder} and {b_folder} differ in {part!r}; give two models of one "
                 "family"
