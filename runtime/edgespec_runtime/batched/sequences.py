@@ -61,8 +61,8 @@ class LlamaCppSequences(LlamaCppModel):
     def __init__(self, file: Path, context_length: int | None = None, threads: int | None = None) -> None:
         super().__init__(file, threads)
         self.flash_attention = self._header.types != {F32}
-        trained = self._load(file, repacked=True)
-        self.context_length = min(context_length or trained, trained, self._header.rope_border or trained)
+        self._load(file, context_length, repacked=True)
+        self.context_length = min(self.context_length, self._header.rope_border or self.context_length)
         self._make_batch(PASS_TOKENS)
 
     def open(self, sequences: int, length: int, *, features: bool = False) -> None:

@@ -67,17 +67,16 @@ def read_bandwidth(threads: int, size: int = READ_BYTES) -> float:
     if free is not None:
         size = min(size, max(free // 4, _PIECE * threads))
     values = np.ones(size // 4, dtype=np.int32)  # written, so that every page is real
-    share = -(-len(values) // threads)
+    parts = np.array_split(values, threads)
 
-    def read(thread: int) -> int:
-        mine = values[thread * share : (thread + 1) * share]
-        return max(int(mine[start : start + _PIECE // 4].max()) for start in range(0, len(mine), _PIECE // 4))
+    def read(part: np.ndarray) -> int:
+        return max(int(part[start : start + _PIECE // 4].max()) for start in range(0, len(part), _PIECE // 4))
 
     best = float("inf")
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(READS):
             start = perf_counter()
-            list(pool.map(read, range(threads)))
+            list(pool.map(read, parts))
             best = min(best, perf_counter() - start)
     return values.nbytes / best
 

@@ -91,7 +91,6 @@ class LlamaCppModel:
     """
 
     flash_attention: bool
-    context_length: int
 
     def __init__(self, file: Path, threads: int | None) -> None:
         self._lib = load_library()
@@ -103,8 +102,8 @@ class LlamaCppModel:
         self.threads = threads or default_threads()
         self.name = f"llama.cpp {file.name}"
 
-    def _load(self, file: Path, *, repacked: bool) -> int:
-        """Load the weights on the CPU; `repacked`: llama.cpp may interleave rows for speed. Returns the model's own context."""
+    def _load(self, file: Path, context_length: int | None, *, repacked: bool) -> None:
+        """Load the weights on the CPU, for texts as long as the model's own at most; `repacked`: llama.cpp may interleave rows."""
         lib = self._lib
         params = lib.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -116,7 +115,8 @@ class LlamaCppModel:
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.vocab_size = int(lib.llama_vocab_n_tokens(self._vocab))
         self.width = int(lib.llama_model_n_embd(self._model))  # of a hidden state
-        return int(lib.llama_model_n_ctx_train(self._model))
+        trained = int(lib.llama_model_n_ctx_train(self._model))
+        self.context_length = min(context_length or trained, trained)
 
     def _params(self, tokens: int, *, features: bool) -> Any:
         """llama_context_params of passes of at most so many tokens; with `features` they give the last hidden states too."""
@@ -202,9 +202,8 @@ class LlamaCppEngine(LlamaCppModel):
         self.flash_attention = not self.float_weights if flash_attention is None else flash_attention
         exact = self.flash_attention and not self.float_weights
         self._kernels = kernels_for(types, self.threads, exact=exact, bf16_keys=is_amd_with_bf16())
-        trained = self._load(file, repacked=self._kernels.repacked)
+        self._load(file, context_length, repacked=self._kernels.repacked)
         try:
-            self.context_length = min(context_length or trained, trained)
             self._open(file, features)
         except BaseException:
             self.close()
