@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from altered_bundle import change
@@ -12,6 +14,7 @@ from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
 from edgespec.core.errors import BundleError
+from edgespec.core.manifest import HEAD, open_manifest
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,18 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be(
     with pytest.raises(BundleError):
         open_pair(copy, LoadOptions(threads=1))
     assert len(closed) == opened
+
+
+def test_a_head_is_closed_too(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    change(copy, "tokenizer/tokenizer.json", "{")
+    manifest, head = open_manifest(copy, hashes=False), Mock(spec=["rewind", "close"])
+    manifest = replace(manifest, drafter=replace(manifest.drafter, kind=HEAD))
+    monkeypatch.setattr("edgespec_runtime.pair.bundle._drafters_vocabulary", Mock())
+    monkeypatch.setattr("edgespec_runtime.pair.bundle.FeatureEngine", lambda *_: head)
+    with pytest.raises(BundleError, match="tokenizer"):
+        open_pair(copy, LoadOptions(threads=1), manifest=manifest)
+    head.close.assert_called_once_with()
 
 
 def test_the_context_is_the_models_own_up_to_a_bound(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
