@@ -25,7 +25,10 @@ class Cache(Protocol):
     name: str
     context_length: int
     block_length: int  # most tokens one `forward` takes
-    n_past: int  # tokens in the KV cache
+
+    @property
+    def n_past(self) -> int:
+        """Tokens in the KV cache."""
 
 
 class Engine(Cache, Protocol):

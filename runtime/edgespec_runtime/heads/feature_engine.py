@@ -51,12 +51,15 @@ class FeatureEngine:
         self.head, self.target = head, target
         self.name, self.vocab_size = head.name, vocabulary.target_vocab_size
         self.context_length, self.block_length = head.context_length, head.block_length
-        self.n_past = head.n_past
         self.true_slots = 0
         self._ids = vocabulary.ids
         self._logits = np.full((self.block_length, self.vocab_size), -np.inf, np.float32)
         self._own = np.zeros((self.context_length, head.hidden_size), np.float32)
         self._read = np.zeros((self.block_length, head.feature_size), np.float32)
+
+    @property
+    def n_past(self) -> int:
+        return self.head.n_past
 
     def forward(self, tokens: Sequence[int]) -> Logits:
         """Append tokens; float32 logits [n, V], valid until the next call.
@@ -82,7 +85,6 @@ class FeatureEngine:
         if self.true_slots >= first:
             self.true_slots = max(first, min(first + count, known + 1))
         logits, own = self.head.forward(tokens, read)
-        self.n_past = self.head.n_past
         self._own[first : first + count] = own
         rows = self._logits[:count]
         for row, values in zip(rows, logits, strict=True):  # row by row: see SubsetEngine
@@ -92,7 +94,6 @@ class FeatureEngine:
     def rewind(self, n_past: int) -> None:
         """Forget every slot but the first `n_past`."""
         self.head.rewind(n_past)
-        self.n_past = n_past
         self.true_slots = min(self.true_slots, n_past)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from edgespec_runtime.chat.terminal import Read
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, SHIFT, DecodingOptions, plain
 from edgespec_runtime.engines.cached_engine import CachedEngine
+from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from loop_setup import Setup
 from tiny_bundle import make_bundle
@@ -106,6 +107,18 @@ def test_a_pass_that_is_interrupted_leaves_a_cache_to_go_on_from() -> None:
         with pytest.raises(KeyboardInterrupt):
             setup.run([1, 2, 3])
         assert setup.run([1, 2, 3]) == wanted
+
+
+def test_an_interrupted_pass_of_a_drafter_with_some_of_the_tokens() -> None:
+    """Ctrl-C where the inner engine has counted the pass and the one around it has not returned."""
+    inner = ToyEngine(random_model(5, V), V)
+    model = CachedEngine(SubsetEngine(inner, Vocabulary(V + 4, np.arange(V - 1))))
+    wanted = model.read([1, 2, 3]).copy()
+    model.rewind(2)
+    fail_at(inner, 1, KeyboardInterrupt(), late=True)
+    with pytest.raises(KeyboardInterrupt):
+        model.forward([3])
+    assert np.array_equal(model.forward([3])[0], wanted)
 
 
 def test_tokens_that_an_engine_refuses_leave_its_cache_alone() -> None:
