@@ -51,8 +51,11 @@ class InPlaceGraph:
         They come before the cache: a binding keeps the order of its outputs.
         """
         self._binding = bind = self._session.io_binding()
-        each = [(bind.bind_input, *one) for one in inputs.items()] + [(bind.bind_output, *one) for one in outputs.items()]
-        self._rows = [(how, name, rows.dtype, rows.shape[1:], rows.ctypes.data) for how, name, rows in each]
+        self._rows = [
+            (how, name, rows.dtype, rows.shape[1:], rows.ctypes.data)
+            for how, arrays in ((bind.bind_input, inputs), (bind.bind_output, outputs))
+            for name, rows in arrays.items()
+        ]
         self._rebind(1)
 
     def _rebind(self, count: int) -> None:

@@ -100,7 +100,35 @@ def _short(value: Any) -> str:
     return repr(value)[:80] if not isinstance(value, int) or abs(value) < 10**18 else "a huge number"
 
 
-class SubsetEngine:
+class PartialEngine:
+    """Around an engine, or a head, that knows V' of the target's V tokens: what it gives for these becomes rows of V."""
+
+    def __init__(self, inner: Any, vocabulary: Vocabulary) -> None:
+        self.inner, self.name, self.vocab_size = inner, inner.name, vocabulary.target_vocab_size
+        self.context_length, self.block_length = inner.context_length, inner.block_length
+        self._ids = vocabulary.ids
+        self._logits = np.full((self.block_length, self.vocab_size), -np.inf, np.float32)
+
+    @property
+    def n_past(self) -> int:
+        return int(self.inner.n_past)
+
+    def _spread(self, known: Logits) -> Logits:
+        """Logits [n, V' or more] as [n, V], -inf for all other tokens; valid until the next call."""
+        logits = self._logits[: len(known)]
+        for row, values in zip(logits, known, strict=True):  # 8 µs a row of 8,000; in one statement 21
+            row[self._ids] = values[: len(self._ids)]
+        return logits
+
+    def rewind(self, n_past: int) -> None:
+        """Forget every token but the first `n_past`."""
+        self.inner.rewind(n_past)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class SubsetEngine(PartialEngine):
     """An engine of V' + 1 rows or more as one of V tokens. Takes the target's ids, gives logits [n, V], -inf outside the subset.
 
     Raises BundleError where the model's tables have other rows than the vocabulary says.
@@ -112,19 +140,9 @@ class SubsetEngine:
                 f"{inner.name} has a vocabulary of {inner.vocab_size} rows; {VOCABULARY} lists {len(vocabulary.ids)} tokens, "
                 f"which needs {vocabulary.rows}: fetch or build the bundle again"
             )
-        self.inner = inner
-        self.name = inner.name
-        self.vocab_size = vocabulary.target_vocab_size
-        self.context_length = inner.context_length
-        self.block_length = inner.block_length
+        super().__init__(inner, vocabulary)
         self.rope_border: int | None = getattr(inner, "rope_border", None)
-        self._ids = vocabulary.ids
         self._places = vocabulary.places()
-        self._logits = np.full((self.block_length, self.vocab_size), -np.inf, np.float32)
-
-    @property
-    def n_past(self) -> int:
-        return self.inner.n_past
 
     def forward(self, tokens: Sequence[int]) -> Logits:
         try:
@@ -133,17 +151,7 @@ class SubsetEngine:
             raise InputError(
                 f"token id {max(tokens)} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
             ) from error
-        rows = self.inner.forward(places.tolist())
-        logits = self._logits[: len(rows)]
-        for row, known in zip(logits, rows, strict=True):  # 8 µs a row of 8,000; in one statement 21
-            row[self._ids] = known[: len(self._ids)]
-        return logits
-
-    def rewind(self, n_past: int) -> None:
-        self.inner.rewind(n_past)
+        return self._spread(self.inner.forward(places.tolist()))
 
     def use_rope(self, *, long: bool) -> None:
-        self.inner.use_rope(long=long)  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        self.inner.close()
+        self.inner.use_rope(long=long)

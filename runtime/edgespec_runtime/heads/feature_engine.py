@@ -15,10 +15,10 @@ import numpy as np
 from edgespec.core.errors import BundleError, InputError
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Logits, check_room
-from edgespec_runtime.engines.vocabulary import Vocabulary
+from edgespec_runtime.engines.vocabulary import PartialEngine, Vocabulary
 
 
-class FeatureEngine:
+class FeatureEngine(PartialEngine):
     """The Engine of a head that follows one target. Logits are [n, V], -inf for tokens that it does not draft.
 
     Args:
@@ -48,18 +48,10 @@ class FeatureEngine:
                 f"{head.name} drafts over {head.vocab_size} tokens and its vocabulary lists {len(vocabulary.ids)}; fetch or "
                 "build the bundle again"
             )
-        self.head, self.target = head, target
-        self.name, self.vocab_size = head.name, vocabulary.target_vocab_size
-        self.context_length, self.block_length = head.context_length, head.block_length
-        self.true_slots = 0
-        self._ids = vocabulary.ids
-        self._logits = np.full((self.block_length, self.vocab_size), -np.inf, np.float32)
+        super().__init__(head, vocabulary)
+        self.target, self.true_slots = target, 0
         self._own = np.zeros((self.context_length, head.hidden_size), np.float32)
         self._read = np.zeros((self.block_length, head.feature_size), np.float32)
-
-    @property
-    def n_past(self) -> int:
-        return self.head.n_past
 
     def forward(self, tokens: Sequence[int]) -> Logits:
         """Append tokens; float32 logits [n, V], valid until the next call.
@@ -84,17 +76,11 @@ class FeatureEngine:
             read[0] = self._own[first - 1]
         if self.true_slots >= first:
             self.true_slots = max(first, min(first + count, known + 1))
-        logits, own = self.head.forward(tokens, read)
+        logits, own = self.inner.forward(tokens, read)
         self._own[first : first + count] = own
-        rows = self._logits[:count]
-        for row, values in zip(rows, logits, strict=True):  # row by row: see SubsetEngine
-            row[self._ids] = values
-        return rows
+        return self._spread(logits)
 
     def rewind(self, n_past: int) -> None:
         """Forget every slot but the first `n_past`."""
-        self.head.rewind(n_past)
+        super().rewind(n_past)
         self.true_slots = min(self.true_slots, n_past)
-
-    def close(self) -> None:
-        self.head.close()
