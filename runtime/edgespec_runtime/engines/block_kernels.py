@@ -13,29 +13,25 @@ With quantised weights and flash attention a block is computed as single steps a
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 BF16 = 30  # ggml_type
 TILED = frozenset({10, 11, 12, 13, 14, 16, 17, 18, 19, 21, 22, 23, 29})  # K and IQ types with blocks of 256
-TILE_ROWS = 8  # tokens from which llama.cpp takes the tiled kernel
+PIECE = 7  # tokens: from one more on llama.cpp takes the tiled kernel
 VERIFIED = 64  # tokens: a longer pass reads a prompt, which plain and speculative decoding do alike
 
 
-@dataclass(frozen=True)
-class BlockKernels:
+class BlockKernels(NamedTuple):
     """Settings of one model and its context.
 
     Attributes:
-        repacked: llama.cpp may interleave rows.
-        key_type, value_type: ggml_type of the cache's keys and values; None: llama.cpp's own choice, F16.
-        piece: tokens of a pass that is verified; a longer one, up to VERIFIED, goes through in several. 0: as it is.
+        tiled: no rows are interleaved, and a pass of at most VERIFIED tokens goes through in pieces of PIECE.
+        cache_types: ggml_types of the cache, by their names in llama_context_params, where llama.cpp's own choice, F16, is not it.
     """
 
-    repacked: bool = True
-    key_type: int | None = None
-    value_type: int | None = None
-    piece: int = 0
+    tiled: bool
+    cache_types: Mapping[str, int]
 
 
 def kernels_for(
@@ -45,13 +41,5 @@ def kernels_for(
 
     `bf16_keys`: where keys and values must differ in type, the keys are BF16 and not the values.
     """
-    if not exact:
-        return BlockKernels()
-    tiled = not TILED.isdisjoint(types)
-    other = BF16 if threads > 1 else None
-    return BlockKernels(
-        repacked=not tiled,
-        key_type=other if bf16_keys else None,
-        value_type=None if bf16_keys else other,
-        piece=TILE_ROWS - 1 if tiled else 0,
-    )
+    split = {"type_k" if bf16_keys else "type_v": BF16} if threads > 1 else {}
+    return BlockKernels(exact and not TILED.isdisjoint(types), split if exact else {})

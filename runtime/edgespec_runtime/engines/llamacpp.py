@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError, MissingExtra
-from edgespec_runtime.engines.block_kernels import VERIFIED, kernels_for
+from edgespec_runtime.engines.block_kernels import PIECE, VERIFIED, kernels_for
 from edgespec_runtime.engines.device import is_amd_with_bf16
 from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room, default_threads
 from edgespec_runtime.untrusted.gguf_file import read_header
@@ -202,7 +202,7 @@ class LlamaCppEngine(LlamaCppModel):
         self.flash_attention = not self.float_weights if flash_attention is None else flash_attention
         exact = self.flash_attention and not self.float_weights
         self._kernels = kernels_for(types, self.threads, exact=exact, bf16_keys=is_amd_with_bf16())
-        self._load(file, context_length, repacked=self._kernels.repacked)
+        self._load(file, context_length, repacked=not self._kernels.tiled)
         try:
             self._open(file, features)
         except BaseException:
@@ -220,10 +220,8 @@ class LlamaCppEngine(LlamaCppModel):
         self.rope_border = border if border is not None and border < self.context_length else None
         params = self._settings = self._params(self.block_length, features=features)
         params.n_seq_max = 1
-        if self._kernels.key_type is not None:
-            params.type_k = self._kernels.key_type
-        if self._kernels.value_type is not None:
-            params.type_v = self._kernels.value_type
+        for name, kind in self._kernels.cache_types.items():
+            setattr(params, name, kind)
         self._make_context(self.context_length)  # the longest: what memory does not hold is said now
         self._make_batch(self.block_length)
         self._wanted[:] = 1
@@ -231,7 +229,7 @@ class LlamaCppEngine(LlamaCppModel):
         function = ctypes.cast(lib.llama_get_logits, ctypes.c_void_p).value or 0
         self._logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(function)
         self._steps = np.arange(self.block_length, dtype=np.int32)
-        rows = min(VERIFIED, self.block_length) if self._kernels.piece else 0
+        rows = min(VERIFIED, self.block_length) if self._kernels.tiled else 0
         self._joined: Logits = np.empty((rows, self.vocab_size), dtype=np.float32)
         self._hidden: Features | None = None
         if features:
@@ -257,16 +255,16 @@ class LlamaCppEngine(LlamaCppModel):
 
         Raises InputError where the tokens do not fit into what is left of the context, or lie outside the vocabulary.
         """
-        count, piece = len(tokens), self._kernels.piece
+        count = len(tokens)
         check_room(self, count)
         if self._hidden is not None:
             self.features = self._hidden[:count]
-        if not piece < count <= len(self._joined):
+        if not PIECE < count <= len(self._joined):
             return self._decoded(tokens)
         before = self.n_past
         try:
-            for start in range(0, count, piece):
-                part = tokens[start : start + piece]
+            for start in range(0, count, PIECE):
+                part = tokens[start : start + PIECE]
                 self._joined[start : start + len(part)] = self._decoded(part, start)
         except EdgespecError:
             self.rewind(before)

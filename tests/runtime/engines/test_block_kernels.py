@@ -76,18 +76,18 @@ def test_without_these_settings_it_is_not(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, precision: str, threads: int, start: int
 ) -> None:
     """Were llama.cpp to drop its shortcuts, the settings could go."""
-    monkeypatch.setattr(engine_llamacpp, "kernels_for", lambda *_, **__: BlockKernels())
+    monkeypatch.setattr(engine_llamacpp, "kernels_for", lambda *_, **__: BlockKernels(False, {}))
     engine = LlamaCppEngine(files[precision], threads=threads)
     assert np.abs(fed(engine, start, 8) - fed(engine, start, 1)).max() > 1e-2
     engine.close()
 
 
 def test_settings() -> None:
-    assert kernels_for({0, Q8_0}, 2, exact=True) == BlockKernels(value_type=BF16)
-    assert kernels_for({0, Q8_0}, 2, exact=True, bf16_keys=True) == BlockKernels(key_type=BF16)
-    assert kernels_for({0, Q4_0, Q8_0}, 1, exact=True, bf16_keys=True) == BlockKernels()  # nothing is split
-    assert kernels_for({0, Q4_0, Q6_K}, 1, exact=True) == BlockKernels(repacked=False, piece=7)
-    assert kernels_for({0, Q4_K}, 2, exact=False, bf16_keys=True) == BlockKernels()
+    assert kernels_for({0, Q8_0}, 2, exact=True) == BlockKernels(False, {"type_v": BF16})
+    assert kernels_for({0, Q8_0}, 2, exact=True, bf16_keys=True) == BlockKernels(False, {"type_k": BF16})
+    assert kernels_for({0, Q4_0, Q8_0}, 1, exact=True, bf16_keys=True) == BlockKernels(False, {})  # nothing is split
+    assert kernels_for({0, Q4_0, Q6_K}, 1, exact=True) == BlockKernels(True, {})
+    assert kernels_for({0, Q4_K}, 2, exact=False, bf16_keys=True) == BlockKernels(False, {})
 
 
 @pytest.mark.parametrize(
