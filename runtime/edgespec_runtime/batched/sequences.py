@@ -78,7 +78,7 @@ class LlamaCppSequences(LlamaCppModel):
         params = self._params(PASS_TOKENS, features=features)
         params.n_ctx, params.n_seq_max, params.kv_unified = each * sequences, sequences, False
         self._new_context(params, f"room for {sequences} texts of {length} tokens", "lower generate.batch_size")
-        self._features, self.length = features, length
+        self._features = features
         self.lengths = [0] * sequences
 
     def forward(self, pieces: Sequence[Piece]) -> tuple[Logits, np.ndarray]:

@@ -154,18 +154,23 @@ class OnnxRuntimeEngine(InPlaceGraph):
 
     def _bind(self, settings: OnnxSettings, spare: int) -> None:
         """Bind every tensor of the graph to memory of this object. `spare`: places of the cache behind the text."""
+        values = self._session.get_inputs() + self._session.get_outputs()
+        shapes = {value.name: value.shape for value in values}
         self._ids = np.zeros(self.block_length, dtype=np.int64)
         self._mask = np.ones(self.context_length, dtype=np.int64)
         self._least_mask = 0  # its length at least, with zeros behind the text
         self._logits = np.zeros((self.block_length, self.vocab_size), dtype=np.float32)
-        self._hidden = self._hidden_states()
-        self.features: Features | None = None if self._hidden is None else self._hidden[:0]
-        hidden = {} if self._hidden is None else {HIDDEN_STATES: self._hidden}
-        self._bind_rows({settings.ids: self._ids}, {settings.logits: self._logits, **hidden})
+        self._hidden: Features | None = None
+        outputs = {settings.logits: self._logits}
+        if HIDDEN_STATES in shapes:
+            width = shapes[HIDDEN_STATES][-1]
+            if not isinstance(width, int) or not 1 <= width <= MOST_WIDTH:
+                raise ValueError(f"its {HIDDEN_STATES} have the width {str(width)[:40]!r}")
+            outputs[HIDDEN_STATES] = self._hidden = np.zeros((self.block_length, width), np.float32)
+        self.features = self._hidden
+        self._bind_rows({settings.ids: self._ids}, outputs)
         self._mask_name, self._mask_address = settings.mask, self._mask.ctypes.data
         self._bind_mask(1)
-        values = self._session.get_inputs() + self._session.get_outputs()
-        shapes = {value.name: value.shape for value in values}
         _check_shape("vocab_size", settings.vocab_size, shapes[settings.logits][-1])
         past_shape = shapes[settings.past_key % 0]
         _check_shape("num_key_value_heads", settings.kv_heads, past_shape[1])
@@ -175,16 +180,6 @@ class OnnxRuntimeEngine(InPlaceGraph):
             ((past % layer, present % layer) for layer in range(settings.layers) for past, present in parts),
             (1, settings.kv_heads, self.context_length + spare, settings.head_size),
         )
-
-    def _hidden_states(self) -> Features | None:
-        """Memory for the graph's last hidden states, where it gives them."""
-        found = next((value for value in self._session.get_outputs() if value.name == HIDDEN_STATES), None)
-        if found is None:
-            return None
-        width = found.shape[-1]
-        if not isinstance(width, int) or not 1 <= width <= MOST_WIDTH:
-            raise ValueError(f"its {HIDDEN_STATES} have the width {str(width)[:40]!r}")
-        return np.zeros((self.block_length, width), np.float32)
 
     def _bind_mask(self, count: int) -> None:
         total, least = self.n_past + count, self._least_mask
