@@ -85,7 +85,8 @@ class CachedEngine:
             self.tokens.clear()
             with suppress(Exception):  # where it cannot even rewind now, the next pass tries again
                 engine.rewind(0)
-            reason = " ".join(str(error).split()) or type(error).__name__
+            words = str(error) if isinstance(error, EdgespecError) else str(error)[:300]  # a library's are a stranger's too
+            reason = " ".join(words.split()) or type(error).__name__
             raise EdgespecError(
                 f"{engine.name} failed on {len(tokens)} tokens after {held}: {reason}; its cache is emptied, try again"
             ) from error

@@ -172,12 +172,7 @@ class StaticEngine:
     def forward(self, tokens: Sequence[int]) -> Logits:
         count = len(tokens)
         name, feeds = self.feeds(tokens)
-        try:
-            results = self._programs[name](feeds)
-        except Exception as error:
-            raise EdgespecError(
-                f"{self.name} failed on {count} tokens after {self.n_past}: {str(error)[:300]}"
-            ) from error
+        results = self._programs[name](feeds)
         end = self.n_past + count
         for held, new in zip(self._past.values(), self._new, strict=True):
             held[:, :, self.n_past : end] = results[new][:, :, :count]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.static import MOST, StaticEngine
 from static_model import SAID, settings_of, static_model
 
-from edgespec.core.errors import BundleError
+from edgespec.core.errors import BundleError, EdgespecError
 from edgespec.core.files import read_json, write_json
 from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO
 
@@ -34,6 +36,16 @@ def test_graphs_that_want_more_memory_than_there_is_are_one_sentence(tmp_path: P
     folder = static_model(tmp_path / "model", settings_of(**HUGE))
     with pytest.raises(BundleError, match=r"onnxruntime cannot run .*model: Unable to allocate"):
         StaticEngine(folder, threads=1)
+
+
+
+def test_a_graph_that_fails_is_named_once(tmp_path: Path) -> None:
+    engine = StaticEngine(static_model(tmp_path / "model", settings_of()), threads=1)
+    engine._programs["step"] = Mock(side_effect=RuntimeError("x" * 1000))
+    with pytest.raises(EdgespecError) as seen:
+        CachedEngine(engine).forward([1])
+    words = f"failed on 1 tokens after 0: {'x' * 300}; its cache is emptied, try again"
+    assert str(seen.value) == f"{engine.name} {words}"
 
 
 @pytest.mark.parametrize(
