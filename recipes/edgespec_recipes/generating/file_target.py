@@ -20,6 +20,8 @@ from edgespec_runtime.engines.engine import context_for
 from edgespec_runtime.pair.bundle import load_engine
 from edgespec_runtime.rules.table import LOSSLESS
 from edgespec_runtime.untrusted.genai_settings import SETTINGS
+from edgespec_runtime.untrusted.gguf_config import TOKENS
+from edgespec_runtime.untrusted.gguf_file import metadata, read_header
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
@@ -72,11 +74,11 @@ def check_vocabulary(engine: Any, path: Path, target_folder: Path) -> None:
             f"{path} has a vocabulary of {seen} tokens and the target in {target_folder} of {wanted}; give a file that was "
             "exported from this target"
         )
-    text_of = getattr(engine, "token_text", None)
-    if text_of is None or text_of(0) is None:
+    tokens = None if path.is_dir() else metadata(path, read_header(path), TOKENS)
+    if tokens is None:
         return
     known = load_tokenizer(target_folder).get_vocab()
-    same = sum(text_of(number) == token for token, number in known.items())
+    same = sum(tokens[number : number + 1] == [token] for token, number in known.items())
     if same < SAME * len(known):
         raise InputError(
             f"of the target's {len(known)} tokens {same} are the same in {path}; give a file exported from this target"

@@ -112,8 +112,7 @@ class LlamaCppModel:
         self._model = lib.llama_model_load_from_file(os.fsencode(file), params)
         if not self._model:
             raise BundleError(f"llama.cpp cannot load {file}: {reason()}; export it again")
-        self._vocab = lib.llama_model_get_vocab(self._model)
-        self.vocab_size = int(lib.llama_vocab_n_tokens(self._vocab))
+        self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self.width = int(lib.llama_model_n_embd(self._model))  # of a hidden state
         trained = int(lib.llama_model_n_ctx_train(self._model))
         self.context_length = min(context_length or trained, trained)
@@ -154,15 +153,6 @@ class LlamaCppModel:
         batch.token, batch.pos = at(self._tokens, lib.llama_token), at(self._positions, lib.llama_pos)
         batch.n_seq_id, batch.logits = at(self._ones, ctypes.c_int32), at(self._wanted, ctypes.c_int8)
         batch.seq_id = at(self._pointers, ctypes.POINTER(lib.llama_seq_id))
-
-    def token_text(self, token: int) -> str | None:
-        """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
-        lib = self._lib
-        none = lib.llama_vocab_type(self._vocab) == lib.LLAMA_VOCAB_TYPE_NONE
-        if none or not 0 <= token < self.vocab_size:
-            return None
-        text: bytes = lib.llama_vocab_get_text(self._vocab, token)
-        return text.decode("utf-8", "replace")
 
     def _free_context(self) -> None:
         if self._context:
