@@ -283,8 +283,7 @@ def open_pair(
         model = load_model(manifest, role, engine, precision, options, own_threads)
         return opened.enter_context(closing(model))
 
-    path = manifest.model_path("target", engine, precision)
-    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
+    size = sum(file.bytes for file in manifest.files_of("target", engine, precision).values())
     with opened, reading("load the models", size) as bar:  # the drafter is small beside it
         target = CachedEngine(load("target"))
         bar.update(size / MIB)
