@@ -77,7 +77,8 @@ class LlamaCppSequences(LlamaCppModel):
         each = -(-length // CONTEXT_STEP) * CONTEXT_STEP
         params = self._params(PASS_TOKENS, features=features)
         params.n_ctx, params.n_seq_max, params.kv_unified = each * sequences, sequences, False
-        self._new_context(params, f"room for {sequences} texts of {length} tokens", "lower generate.batch_size")
+        room = f"room for {sequences} texts of {length} tokens"
+        self._new_context(params, room, "lower generate.batch_size")
         self._features = features
         self.lengths = [0] * sequences
 
@@ -109,7 +110,9 @@ class LlamaCppSequences(LlamaCppModel):
         for sequence, tokens, _ in pieces:
             self.lengths[sequence] += len(tokens)
         if not self._features:
-            return self._rows(lib.llama_get_logits, len(wanted), self.vocab_size), np.empty((0, self.width))
+            return self._rows(lib.llama_get_logits, len(wanted), self.vocab_size), np.empty(
+                (0, self.width), np.float32
+            )
         logits = self._rows(lib.llama_get_logits, at, self.vocab_size)
         return logits[wanted], self._rows(lib.llama_get_embeddings, at, self.width)
 

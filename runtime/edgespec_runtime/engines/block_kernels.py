@@ -27,7 +27,7 @@ class BlockKernels(NamedTuple):
 
     Attributes:
         tiled: no rows are interleaved, and a pass of at most VERIFIED tokens goes through in pieces of PIECE.
-        cache_types: ggml_types of the cache, by their names in llama_context_params, where llama.cpp's own choice, F16, is not it.
+        cache_types: ggml_types of the cache by their names in llama_context_params, where they are not llama.cpp's own, F16.
     """
 
     tiled: bool

@@ -39,7 +39,8 @@ class CachedEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.tokens: list[int] = []  # where the factors have just changed, the engine holds a beginning of them
+        # the engine holds a beginning of them where the factors have just changed
+        self.tokens: list[int] = []
         self.before_pass: Callable[[], None] | None = None
         self.features: Features | None = None
         if (given := getattr(engine, "features", None)) is not None:
@@ -85,8 +86,10 @@ class CachedEngine:
             self.tokens.clear()
             with suppress(Exception):  # where it cannot even rewind now, the next pass tries again
                 engine.rewind(0)
-            words = str(error) if isinstance(error, EdgespecError) else str(error)[:300]  # a library's are a stranger's too
-            reason = " ".join(words.split()) or type(error).__name__
+            most = (
+                None if isinstance(error, EdgespecError) else 300
+            )  # a library may tell what a stranger wrote
+            reason = " ".join(str(error)[:most].split()) or type(error).__name__
             raise EdgespecError(
                 f"{engine.name} failed on {len(tokens)} tokens after {held}: {reason}; its cache is emptied, try again"
             ) from error
@@ -120,15 +123,11 @@ class CachedEngine:
             engine.forward(piece)
             self._note_features(start, len(piece))
 
-    def _read(self, tokens: Sequence[int], whole: int) -> Iterator[Logits]:
-        """Append tokens of a text of `whole` tokens in passes that the engine takes; the logits of each pass."""
-        for start in range(0, len(tokens), self.engine.block_length):
-            yield self.forward(tokens[start : start + self.engine.block_length], of=whole)
-
     def read(self, tokens: Sequence[int]) -> Logits:
         """Append any number of tokens, at least one, in passes that the engine takes; the logits [V] after the last."""
-        for logits in self._read(tokens, len(self.tokens) + len(tokens)):
-            pass
+        size, total = self.engine.block_length, len(self.tokens) + len(tokens)
+        for start in range(0, len(tokens), size):
+            logits = self.forward(tokens[start : start + size], of=total)
         last: Logits = logits[-1]
         return last
 
@@ -159,7 +158,10 @@ class CachedEngine:
         """
         whole = len(tokens) + 1
         self.rewind(common_length(self.tokens, tokens) if self.holds_for(whole) else 0)
-        yield from map(len, self._read(tokens[len(self.tokens) :], whole))
+        for start in range(len(self.tokens), len(tokens), self.engine.block_length):
+            piece = tokens[start : start + self.engine.block_length]
+            self.forward(piece, of=whole)
+            yield len(piece)
 
     def prefill(self, tokens: Sequence[int]) -> int:
         """`prefill_steps` to the end; returns how many tokens were computed."""

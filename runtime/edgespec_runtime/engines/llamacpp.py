@@ -103,7 +103,7 @@ class LlamaCppModel:
         self.name = f"llama.cpp {file.name}"
 
     def _load(self, file: Path, context_length: int | None, *, repacked: bool) -> None:
-        """Load the weights on the CPU, for texts as long as the model's own at most; `repacked`: llama.cpp may interleave rows."""
+        """Load the weights on the CPU, for texts of the model's own context at most; `repacked`: rows may be interleaved."""
         lib = self._lib
         params = lib.llama_model_default_params()
         params.n_gpu_layers = 0

@@ -11,7 +11,7 @@ A graph runs on ONNX Runtime, or on OpenVINO where that is asked for: a program 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,10 @@ class StaticEngine:
         self.n_past = 0
         self._graphs = sorted((tokens, name) for name, tokens in settings.blocks.items())  # shortest first
         self._seen = dict.fromkeys(settings.blocks, 0)  # columns of the cache that each mask lets see
-        programs = {ONNXRUNTIME: open_onnxruntime, OPENVINO: partial(open_openvino, device=device)}
+        programs: dict[str, Callable[..., Program]] = {
+            ONNXRUNTIME: open_onnxruntime,
+            OPENVINO: partial(open_openvino, device=device),
+        }
         if backend not in programs:
             raise InputError(f"backend {backend!r} is unknown{did_you_mean(backend, programs)}")
         self._programs: dict[str, Program] = {}
@@ -138,8 +141,8 @@ class StaticEngine:
             for tokens, name in self._graphs:
                 path = folder / f"{name}.onnx"
                 check_onnx(path)
-                mask = (1, 1, tokens, settings.length + tokens)
-                inputs = {"input_ids": (1, tokens), "position_ids": (1, tokens), "attention_mask": mask, **past}
+                ids, mask = (1, tokens), (1, 1, tokens, settings.length + tokens)
+                inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": mask, **past}
                 outputs = {"logits": (1, tokens, settings.vocab_size), **settings.cache("new", tokens)}
                 self._programs[name] = programs[backend](path, threads or default_threads(), inputs, outputs)
             # only now, when every graph has the sizes that the settings say

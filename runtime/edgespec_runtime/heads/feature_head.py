@@ -74,7 +74,8 @@ class FeatureHead(InPlaceGraph):
         self._logits = np.zeros((length, self.vocab_size), np.float32)
         self._own = np.zeros((length, self.hidden_size), np.float32)
         self._bind_rows(
-            {"input_ids": self._ids, "features": self._features}, {"logits": self._logits, "own_features": self._own}
+            {"input_ids": self._ids, "features": self._features},
+            {"logits": self._logits, "own_features": self._own},
         )
         bind = self._binding
         bind.bind_input("seqlens_k", "cpu", 0, np.int32, (1,), self._last.ctypes.data)

@@ -85,7 +85,9 @@ def test_without_these_settings_it_is_not(
 def test_settings() -> None:
     assert kernels_for({0, Q8_0}, 2, exact=True) == BlockKernels(False, {"type_v": BF16})
     assert kernels_for({0, Q8_0}, 2, exact=True, bf16_keys=True) == BlockKernels(False, {"type_k": BF16})
-    assert kernels_for({0, Q4_0, Q8_0}, 1, exact=True, bf16_keys=True) == BlockKernels(False, {})  # nothing is split
+    assert kernels_for({0, Q4_0, Q8_0}, 1, exact=True, bf16_keys=True) == BlockKernels(
+        False, {}
+    )  # nothing is split
     assert kernels_for({0, Q4_0, Q6_K}, 1, exact=True) == BlockKernels(True, {})
     assert kernels_for({0, Q4_K}, 2, exact=False, bf16_keys=True) == BlockKernels(False, {})
 

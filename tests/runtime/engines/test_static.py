@@ -38,7 +38,6 @@ def test_graphs_that_want_more_memory_than_there_is_are_one_sentence(tmp_path: P
         StaticEngine(folder, threads=1)
 
 
-
 def test_a_graph_that_fails_is_named_once(tmp_path: Path) -> None:
     engine = StaticEngine(static_model(tmp_path / "model", settings_of()), threads=1)
     engine._programs["step"] = Mock(side_effect=RuntimeError("x" * 1000))
