@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -68,14 +68,10 @@ class Lookalikes:
 
         The second is empty where there is no look-alike, and the messages are the same then.
         """
+        texts = [value for message in messages for value in message.values() if isinstance(value, str)]
+        used = set().union(*texts)
+        places = (chr(code) for code in _PLACES if chr(code) not in used)
         hidden: dict[str, str] = {}
-
-        def free_places() -> Iterator[str]:
-            texts = [value for message in messages for value in message.values() if isinstance(value, str)]
-            used = set().union(*texts)
-            yield from (chr(code) for code in _PLACES if chr(code) not in used)
-
-        places = free_places()
 
         @cache
         def place(text: str) -> str:

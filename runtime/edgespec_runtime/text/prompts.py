@@ -48,14 +48,12 @@ def messages_of(row: dict[str, Any], where: str) -> list[Message]:
             f"{where} has keys {sorted(row)}; it needs 'messages' (a list) or 'instruction' (a string)"
         )
     for message in messages:
-        if not (
-            isinstance(message, dict)
-            and message.get("role") in ROLES
-            and isinstance(message.get("content"), str)
-        ):
-            raise InputError(
-                f"{where} has the message {repr(message)[:200]}; it needs a role ({', '.join(ROLES)}) and a content (a string)"
-            )
+        match message:
+            case {"role": role, "content": str()} if role in ROLES:
+                continue
+        raise InputError(
+            f"{where} has the message {repr(message)[:200]}; it needs a role ({', '.join(ROLES)}) and a content (a string)"
+        )
     if messages[-1]["role"] != "user":
         raise InputError(
             f"{where} ends with the role {messages[-1]['role']!r}; a prompt must end with the user's message"
