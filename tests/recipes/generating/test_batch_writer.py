@@ -30,7 +30,7 @@ from edgespec_recipes.generating.target_store import store_targets
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.stored import written_states
 from edgespec_recipes.training.distill import responses_of
-from edgespec_runtime.batched.sequences import PASS_TOKENS, LlamaCppSequences
+from edgespec_runtime.batched.sequences import PASS_TOKENS, LlamaCppSequences, Piece
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 from edgespec_runtime.rules.sampling import Warp
 from repository import PYTHONPATH
@@ -148,6 +148,13 @@ def test_records_and_features_are_those_of_one_pass(folder: Path, engine: LlamaC
         assert text.kept["features"].shape == hidden.shape
         near(text.kept["features"], hidden)
         near_records(text.kept["top_k"], kept, same=0.95)
+
+
+def test_nothing_that_is_asked_for_is_float32_too(engine: LlamaCppSequences) -> None:
+    engine.open(1, 20)
+    logits, hidden = engine.forward([Piece(0, [5, 6], wanted=False)])
+    assert (logits.shape, hidden.shape) == ((0, engine.vocab_size), (0, engine.width))
+    assert logits.dtype == hidden.dtype == np.float32
 
 
 def test_rows_are_those_of_one_sequence_at_any_temperature(
