@@ -86,20 +86,16 @@ class CachedEngine:
             self.tokens.clear()
             with suppress(Exception):  # where it cannot even rewind now, the next pass tries again
                 engine.rewind(0)
-            most = (
-                None if isinstance(error, EdgespecError) else 300
-            )  # a library may tell what a stranger wrote
+            # a library may tell what a stranger wrote
+            most = None if isinstance(error, EdgespecError) else 300
             reason = " ".join(str(error)[:most].split()) or type(error).__name__
             raise EdgespecError(
                 f"{engine.name} failed on {len(tokens)} tokens after {held}: {reason}; its cache is emptied, try again"
             ) from error
-        self._note_features(held, len(tokens))
+        if self.features is not None:
+            self.features[held : held + len(tokens)] = engine.features  # type: ignore[attr-defined]
         self.tokens.extend(tokens)
         return logits
-
-    def _note_features(self, start: int, count: int) -> None:
-        if self.features is not None:
-            self.features[start : start + count] = self.engine.features  # type: ignore[attr-defined]
 
     def _crossing(self, tokens: Sequence[int], short: int) -> Logits:
         """One pass on each side of the border; the first `short` tokens end at it."""
@@ -121,7 +117,8 @@ class CachedEngine:
         for start in range(engine.n_past, len(self.tokens), size):
             piece = self.tokens[start : start + size]
             engine.forward(piece)
-            self._note_features(start, len(piece))
+            if self.features is not None:
+                self.features[start : start + len(piece)] = engine.features  # type: ignore[attr-defined]
 
     def read(self, tokens: Sequence[int]) -> Logits:
         """Append any number of tokens, at least one, in passes that the engine takes; the logits [V] after the last."""

@@ -111,13 +111,13 @@ class PartialEngine:
 
     @property
     def n_past(self) -> int:
-        return int(self.inner.n_past)
+        return self.inner.n_past  # type: ignore[no-any-return]
 
     def _spread(self, known: Logits) -> Logits:
         """Logits [n, V' or more] as [n, V], -inf for all other tokens; valid until the next call."""
-        logits = self._logits[: len(known)]
+        logits, ids = self._logits[: len(known)], self._ids
         for row, values in zip(logits, known, strict=True):  # 8 µs a row of 8,000; in one statement 21
-            row[self._ids] = values[: len(self._ids)]
+            row[ids] = values[: len(ids)]
         return logits
 
     def rewind(self, n_past: int) -> None:
