@@ -115,7 +115,7 @@ class Files:
         mixed = Mixed(self.model, "target", lambda: self.calibration, ExportOptions(bits=budget))
         mixed.__dict__ |= self._fitted
         getattr(mixed, form)(path)
-        self._fitted = {name: mixed.__dict__[name] for name in ("probe", "sensitivities")}
+        self._fitted = {"probe": mixed.probe}
 
     def _quantized(self, kind: LlamaFileType, path: Path) -> None:
         """llama.cpp's file, whole or not at all: a later run takes what lies there."""

@@ -8,9 +8,10 @@ the order of upgrades within a group is right by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,6 @@ class Point:
     loss: float
 
 
-Upgrade = tuple[str, Option, Option]  # a group, what it has, what it gets
-
-
 def hull(options: Sequence[Option]) -> list[Option]:
     """The options worth having, from the smallest on: each costs more bytes and less loss, at falling returns."""
     kept: list[Option] = []
@@ -51,35 +49,21 @@ def _gain(small: Option, large: Option) -> float:
     return (small.loss - large.loss) / (large.bytes - small.bytes)
 
 
-def _steps(groups: Mapping[str, Sequence[Option]]) -> tuple[Point, list[Upgrade]]:
-    """The smallest allocation, and all upgrades from there, those that buy most for a byte first."""
+def frontier(groups: Mapping[str, Sequence[Option]], most: float = math.inf) -> list[Point]:
+    """All allocations in the order of their upgrades, the smallest file first, those that buy most for a byte next.
+
+    Of at most `most` bytes: upgrades that no longer fit are passed by. Empty where the smallest is larger.
+    """
     hulls = {name: hull(options) for name, options in groups.items()}
     upgrades = [(name, *pair) for name, options in hulls.items() for pair in pairwise(options)]
     first = {name: options[0] for name, options in hulls.items()}
-    kinds = {name: option.kind for name, option in first.items()}
     size, loss = (sum(getattr(option, of) for option in first.values()) for of in ("bytes", "loss"))
-    return Point(kinds, size, loss), sorted(upgrades, key=lambda upgrade: -_gain(*upgrade[1:]))
-
-
-def _upgraded(point: Point, upgrade: Upgrade) -> Point:
-    name, small, large = upgrade
-    loss = max(point.loss + large.loss - small.loss, 0.0)
-    return Point({**point.kinds, name: large.kind}, point.bytes + large.bytes - small.bytes, loss)
-
-
-def frontier(groups: Mapping[str, Sequence[Option]]) -> list[Point]:
-    """All allocations in the order of their upgrades, the smallest file first."""
-    smallest, upgrades = _steps(groups)
-    return list(accumulate(upgrades, _upgraded, initial=smallest))
-
-
-def within(groups: Mapping[str, Sequence[Option]], most: int) -> Point | None:
-    """The best allocation of at most `most` bytes, upgrades that no longer fit passed by; None where the smallest is larger."""
-    point, upgrades = _steps(groups)
-    if point.bytes > most:
-        return None
-    for name, small, large in upgrades:
-        larger = _upgraded(point, (name, small, large))
-        if larger.bytes <= most and point.kinds[name] == small.kind:  # else the step before did not fit
-            point = larger
-    return point
+    point = Point({name: option.kind for name, option in first.items()}, size, loss)
+    points = [point] if size <= most else []
+    for name, small, large in sorted(upgrades, key=lambda upgrade: -_gain(*upgrade[1:])):
+        size = point.bytes + large.bytes - small.bytes
+        if size <= most and point.kinds[name] == small.kind:  # else the step before did not fit
+            loss = max(point.loss + large.loss - small.loss, 0.0)
+            point = Point({**point.kinds, name: large.kind}, size, loss)
+            points.append(point)
+    return points

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from edgespec.core.errors import InputError
 from edgespec.core.progress import progress
-from edgespec_export.bits.allocation import Option, Point, frontier, within
+from edgespec_export.bits.allocation import Option, Point, frontier
 from edgespec_export.bits.probe import Group, Probe, Quality
 from edgespec_export.bits.roundings import Rounding
 from edgespec_export.onnx.blocks import parts
@@ -87,17 +87,10 @@ class Chooser:
     weights: parameters of the model. tables: bytes of the file's tensors that are no matrices.
     """
 
-    def __init__(
-        self,
-        probe: Probe,
-        sensitivities: Mapping[str, float],
-        rounding: Rounding,
-        *,
-        weights: int,
-        tables: int,
-    ) -> None:
+    def __init__(self, probe: Probe, rounding: Rounding, *, weights: int, tables: int) -> None:
         self.probe, self.rounding, self.weights, self.tables = probe, rounding, weights, tables
         self.options: dict[str, list[Option]] = {}
+        sensitivities = probe.sensitivities
         with progress(f"round to {rounding.name}", len(probe.groups), "groups") as bar:
             for group in probe.groups:
                 self.options[group.name] = self._options(sensitivities[group.name], group)
@@ -124,14 +117,14 @@ class Chooser:
         else:
             assert budget.bytes is not None
             most, asked = budget.bytes - rest, f"{budget.bytes / 1e6:.1f} MB"
-        point = within(self.options, most - self.tables)
-        if point is None:
+        points = frontier(self.options, most - self.tables)
+        if not points:
             least = frontier(self.options)[0]
             raise InputError(
                 f"no {self.rounding.name} file is as small as {asked}: the smallest takes "
                 f"{(least.bytes + self.tables + rest) / 1e6:.1f} MB, {self._bits(least):.2f} bits a weight; give at least that"
             )
-        return point
+        return points[-1]
 
     def _bits(self, point: Point) -> float:
         return 8 * (point.bytes + self.tables) / self.weights
@@ -142,16 +135,14 @@ class Chooser:
     def _options(self, sensitivity: float, group: Group) -> list[Option]:
         """Every kind that fits all matrices of a group."""
         probe, rounding = self.probe, self.rounding
-        known: dict[tuple[str, str], Array] = {}  # errors of the rows, by tensor and kind
 
-        def errors(name: str, kind: str) -> Array:
-            if (name, kind) not in known:
-                every = probe.stride(name)
-                values = rounding.values(probe.matrix(name)[::every], kind, probe.importance.get(name))
-                known[name, kind] = probe.errors(name, values, every)
-            return known[name, kind]
+        @cache
+        def errors(name: str, kind: str) -> Array:  # of the rows
+            every = probe.stride(name)
+            values = rounding.values(probe.weights[name][::every], kind, probe.importance.get(name))
+            return probe.errors(name, values, every)
 
-        shapes = {name: tuple(probe.weights[name].shape) for name in group.tensors}
+        shapes = {name: probe.weights[name].shape for name in group.tensors}
         fitting = [rounding.kinds(shape) for shape in shapes.values()]
         found = []
         for kind in fitting[0]:
@@ -168,7 +159,7 @@ class Chooser:
         """What matrices cannot have because of their rows."""
         found = []
         for name, weight in self.probe.weights.items():
-            fitting = self.rounding.kinds(tuple(weight.shape))
+            fitting = self.rounding.kinds(weight.shape)
             missing = [kind for kind in self.rounding.wanted if kind not in fitting]
             if missing:
                 found.append(
@@ -181,7 +172,7 @@ class Chooser:
         kinds, probe = self._kinds(point), self.probe
 
         def rounded(name: str) -> Array:
-            return self.rounding.values(probe.matrix(name), kinds[name], probe.importance.get(name))
+            return self.rounding.values(probe.weights[name], kinds[name], probe.importance.get(name))
 
         return probe.quality(rounded, list(kinds))
 

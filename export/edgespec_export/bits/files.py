@@ -18,7 +18,7 @@ from edgespec.model_folder.config import read_config
 from edgespec.recipe.schema import ExportOptions
 from edgespec_export.bits.choose import Chooser, Chosen, budget_of
 from edgespec_export.bits.probe import Probe
-from edgespec_export.bits.roundings import GgufRounding, OnnxRounding, Rounding
+from edgespec_export.bits.roundings import Rounding, gguf_rounding, onnx_rounding
 from edgespec_export.bits.texts import Text, split
 from edgespec_export.gguf.to_gguf import Bits, Checkpoint, export_gguf
 from edgespec_export.onnx.folder import DATA
@@ -49,12 +49,9 @@ class Mixed:
         subset: Vocabulary | None = None,
     ) -> None:
         self.folder, self._texts, self._subset = folder, texts, subset
+        self.shape = ModelShape.from_config(read_config(folder))
         size = options.size if role == "target" else ""
         self.budget = budget_of(options.bits, size, options.quality)
-
-    @cached_property
-    def shape(self) -> ModelShape:
-        return ModelShape.from_config(read_config(self.folder))
 
     @cached_property
     def probe(self) -> Probe:
@@ -63,20 +60,14 @@ class Mixed:
         if self._subset is not None:
             places = self._subset.places()
             texts = [Text(places.take(text.tokens).tolist(), text.start) for text in texts]
-        probe = Probe(self.folder, split(texts, self.shape.context_length, self.shape.parameters))
-        probe.measure_importance()
-        return probe
-
-    @cached_property
-    def sensitivities(self) -> dict[str, float]:
-        return self.probe.sensitivities()
+        return Probe(self.folder, split(texts, self.shape.context_length, self.shape.parameters))
 
     def onnx(self, out_folder: Path, head: Path | None = None) -> dict[str, Any]:
         """Write a mixed folder, whole or not at all; returns {"bytes", "notes", "bits"}.
 
         `head`: of a drafter that reads what its graphs then give. Raises what `choose`, `export_mixed`, `export_for_head` raise.
         """
-        rope = 2 * self.shape.context_length * self.shape.head_dim // 2
+        rope = self.shape.context_length * self.shape.head_dim  # cosines and sines of half as many angles
 
         def write(chosen: Chosen, place: Path) -> dict[str, Any]:
             export = partial(
@@ -92,7 +83,7 @@ class Mixed:
         def size(place: Path) -> int:
             return sum((place / name).stat().st_size for name in ("model.onnx", DATA, FAST_GRAPH))
 
-        return self._written(out_folder, OnnxRounding(self.shape.vocab_size), rope * FLOAT, write, size)
+        return self._written(out_folder, onnx_rounding(self.shape.vocab_size), rope * FLOAT, write, size)
 
     def gguf(self, out_file: Path) -> dict[str, Any]:
         """Write a mixed file; as `onnx`."""
@@ -103,7 +94,7 @@ class Mixed:
             write_json(place.with_name(f"{place.stem}.{CHOICE}"), asdict(chosen))
             return made
 
-        return self._written(out_file, GgufRounding(), 0, write, lambda place: place.stat().st_size)
+        return self._written(out_file, gguf_rounding(), 0, write, lambda place: place.stat().st_size)
 
     def _written(
         self,
@@ -115,25 +106,19 @@ class Mixed:
     ) -> dict[str, Any]:
         checkpoint = Checkpoint(self.folder)
         shapes = map(checkpoint.shape, checkpoint)
-        vectors = sum(shape[0] for shape in shapes if len(shape) == 1)
-        chooser = Chooser(
-            self.probe,
-            self.sensitivities,
-            rounding,
-            weights=self.shape.parameters,
-            tables=tables + FLOAT * vectors,
-        )
-        chosen = chooser.choose(self.budget)
-        self.probe.release()  # a writer takes memory of its own
-        most = self.budget.bytes
+        tables += FLOAT * sum(shape[0] for shape in shapes if len(shape) == 1)
+        chooser = Chooser(self.probe, rounding, weights=self.shape.parameters, tables=tables)
+        most, rest = self.budget.bytes, 0
         with scratch_beside(out, "trial") as scratch:
             trial = scratch / out.name
-            made = write(chosen, trial)
-            # graphs and vocabulary are known once they are written
-            if most is not None and size(trial) > most:
-                chosen = chooser.choose(self.budget, rest=size(trial) - chosen.bytes)
+            for _ in range(2):  # graphs and vocabulary are known once they are written
+                chosen = chooser.choose(self.budget, rest)
+                self.probe.release()  # a writer takes memory of its own
                 made = write(chosen, trial)
-            if most is not None and size(trial) > most:
+                rest = size(trial) - chosen.bytes
+                if most is None or size(trial) <= most:
+                    break
+            else:
                 raise InputError(
                     f"the {rounding.name} file takes {size(trial):,} bytes, and at most {most:,} were asked for; ask for more"
                 )

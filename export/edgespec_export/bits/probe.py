@@ -10,8 +10,8 @@ off by ε costs p ε²/2). Layers below the rounded one are not computed again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -79,8 +79,7 @@ class Probe:
                 "fetch or train the model again"
             )
         self.groups = groups_of(self.weights)
-        self.importance: dict[str, Array] = {}
-        self.likely: Array | None = None  # [V]: the mean probability of each token, times V
+        self.importance, self.likely = self._measured()
         self._held_out: list[torch.Tensor] | None = None
 
     @cached_property
@@ -93,39 +92,37 @@ class Probe:
         return floats.eval()
 
     @cached_property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The matrices by name."""
-        return {name: value.detach() for name, value in self.model.named_parameters() if value.dim() == 2}
+    def weights(self) -> dict[str, Array]:
+        """The matrices [N, K] by name; what is written to them the model computes with."""
+        named = self.model.named_parameters()
+        return {name: value.detach().numpy() for name, value in named if value.dim() == 2}
 
     def release(self) -> None:
         """Give the model's memory back; it is loaded again when it is next needed."""
         for name in ("model", "weights"):
             self.__dict__.pop(name, None)
 
-    def matrix(self, name: str) -> Array:
-        """A float matrix [N, K]."""
-        found: Array = self.weights[name].numpy()
-        return found
-
     def stride(self, name: str) -> int:
         """n where a matrix's error is measured on every n-th row; 1 for a table of tokens, whose rows are unlike."""
-        return 1 if _LAYER.fullmatch(name) is None else max(1, self.weights[name].numel() // SAMPLED)
+        return 1 if _LAYER.fullmatch(name) is None else max(1, self.weights[name].size // SAMPLED)
 
     def errors(self, name: str, rounded: Array, every: int = 1) -> Array:
         """Σ E[x²] (w − w')² of each row [N] of a matrix, in a table of tokens times how likely the token is.
 
         rounded: every n-th row, n = `every`; those between count like the one before them.
         """
-        weight = self.matrix(name)
+        weight = self.weights[name]
         difference = np.square(rounded - weight[::every])
         importance = self.importance.get(name)
         rows = difference.sum(1) if importance is None else difference @ importance
-        if self.likely is not None and _LAYER.fullmatch(name) is None and len(rows) == len(self.likely):
+        if _LAYER.fullmatch(name) is None and len(rows) == len(self.likely):
             rows = rows * self.likely
         return np.repeat(rows, every)[: len(weight)]
 
-    def measure_importance(self) -> None:
-        """E[x²] [K] of every matrix's input, each divided by its mean; matrices that only look rows up have none."""
+    def _measured(self) -> tuple[dict[str, Array], Array]:
+        """E[x²] [K] of every matrix's input, each divided by its mean, but of those that only look rows up; and [V] the mean
+        probability of each token, times V.
+        """
         sums: dict[str, Any] = {}
 
         def add(name: str, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -133,40 +130,38 @@ class Probe:
             sums[name] = sums.get(name, 0) + rows.square().sum(0)
 
         owners = {id(value): name for name, value in self.model.named_parameters()}
-        hooks = [
-            module.register_forward_pre_hook(partial(add, owners[id(module.weight)]))
-            for module in self.model.modules()
-            if isinstance(module, torch.nn.Linear)
-        ]
         total: Any = 0.0
         positions = 0
-        try:
+        with ExitStack() as hooks:
+            for module in self.model.modules():
+                if isinstance(module, torch.nn.Linear):
+                    hook = partial(add, owners[id(module.weight)])
+                    hooks.enter_context(module.register_forward_pre_hook(hook))
             for logits in self._logits(self.texts.calibration):
                 total = total + torch.softmax(logits, -1).sum(0).double().numpy()
                 positions += len(logits)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self.likely = np.maximum(len(total) * total / positions, LEAST_IMPORTANCE)
+        importance = {}
         for name, squares in sums.items():
             mean = float(squares.mean())
             relative = (squares / mean).numpy() if mean > 0 else np.ones(len(squares))
-            self.importance[name] = np.maximum(relative, LEAST_IMPORTANCE).astype(np.float32)
+            importance[name] = np.maximum(relative, LEAST_IMPORTANCE).astype(np.float32)
+        return importance, np.maximum(len(total) * total / positions, LEAST_IMPORTANCE)
 
+    @cached_property
     def sensitivities(self) -> dict[str, float]:
         """{group: KL in nats for a unit of error}."""
         found: dict[str, float] = {}
         texts = self.texts.measured
-        with (
-            self._remembered(texts) as wanted,
-            progress("measure tensors", len(self.groups), "groups") as bar,
-        ):
+        wanted, outputs = self._remembered(texts)
+        with progress("measure tensors", len(self.groups), "groups") as bar:
             for group in self.groups:
-                rounded = {name: probed(self.matrix(name)) for name in group.tensors}
+                rounded = {name: probed(self.weights[name]) for name in group.tensors}
                 error = sum(float(self.errors(name, value).sum()) for name, value in rounded.items())
-                with self._replaced(rounded.__getitem__, group.tensors), self._from_layer(group.layer):
-                    seen = list(self._logits(texts))
-                kl = _quality(seen, wanted).kl
+                with (
+                    self._replaced(rounded.__getitem__, group.tensors),
+                    self._from_layer(group.layer, outputs),
+                ):
+                    kl = _quality(self._logits(texts), wanted).kl
                 found[group.name] = max(kl, 0.0) / error if error > 0 else 0.0
                 bar.update(1)
         return found
@@ -182,11 +177,11 @@ class Probe:
     def _replaced(self, rounded: Callable[[str], Array], names: Sequence[str]) -> Iterator[None]:
         try:
             for name in names:
-                self.weights[name].copy_(torch.from_numpy(rounded(name)))
+                self.weights[name][:] = rounded(name)
             yield
         finally:  # from the folder: a second copy of all weights would take their memory
             for name in names:
-                self.weights[name].copy_(torch.from_numpy(self._stored.whole(name)))
+                self.weights[name][:] = self._stored.whole(name)
 
     def _logits(self, texts: Sequence[Text]) -> Iterator[torch.Tensor]:
         """Logits [positions, V] of a few texts at a time, in order."""
@@ -200,33 +195,24 @@ class Probe:
                 [row[text.start - 1 : len(text.tokens) - 1] for row, text in zip(logits, batch, strict=True)]
             ).float()
 
-    @contextmanager
-    def _remembered(self, texts: Sequence[Text]) -> Iterator[list[torch.Tensor]]:
-        """The float model's logits; what every layer gave is kept for `_from_layer`."""
-        self._outputs: list[list[Any]] = [[] for _ in self._layers]
-        hooks = [
-            layer.register_forward_hook(lambda module, inputs, output, kept=kept: kept.append(output))
-            for layer, kept in zip(self._layers, self._outputs, strict=True)
-        ]
-        wanted = list(self._logits(texts))
-        for hook in hooks:
-            hook.remove()
-        try:
-            yield wanted
-        finally:
-            self._outputs = []
-
-    @property
-    def _layers(self) -> Any:
-        return self.model.model.layers
+    def _remembered(self, texts: Sequence[Text]) -> tuple[list[torch.Tensor], list[list[Any]]]:
+        """The float model's logits, and what every layer gave for them."""
+        layers = self.model.model.layers
+        outputs: list[list[Any]] = [[] for _ in layers]
+        with ExitStack() as hooks:
+            for layer, kept in zip(layers, outputs, strict=True):
+                hooks.enter_context(
+                    layer.register_forward_hook(lambda module, inputs, output, kept=kept: kept.append(output))
+                )
+            return list(self._logits(texts)), outputs
 
     @contextmanager
-    def _from_layer(self, layer: int | None) -> Iterator[None]:
+    def _from_layer(self, layer: int | None, outputs: Sequence[Sequence[Any]]) -> Iterator[None]:
         """Layers below give what they gave before."""
-        below = list(self._layers)[: layer or 0]
+        below = list(self.model.model.layers)[: layer or 0]
         try:
-            for number, module in enumerate(below):
-                kept = iter(self._outputs[number])
+            for module, before in zip(below, outputs, strict=False):
+                kept = iter(before)
                 module.forward = lambda *inputs, kept=kept, **options: next(kept)
             yield
         finally:
@@ -236,16 +222,16 @@ class Probe:
 
 def groups_of(names: Mapping[str, Any]) -> list[Group]:
     """Matrices of one layer that share an input, and the embedding and output layer one by one."""
-    found: dict[str, tuple[list[str], int | None]] = {}
+    found: dict[tuple[str, int | None], list[str]] = {}
     for name in names:
         match = _LAYER.fullmatch(name)
         if match is None:
-            found[name.removesuffix(".weight")] = ([name], None)
+            found[name.removesuffix(".weight"), None] = [name]
             continue
         stem, layer, part = match.groups()
         last = part.rpartition(".")[2]
-        found.setdefault(f"{stem}.{_TOGETHER.get(last, last)}", ([], int(layer)))[0].append(name)
-    return [Group(name, tuple(tensors), layer) for name, (tensors, layer) in found.items()]
+        found.setdefault((f"{stem}.{_TOGETHER.get(last, last)}", int(layer)), []).append(name)
+    return [Group(name, tuple(tensors), layer) for (name, layer), tensors in found.items()]
 
 
 def probed(weight: Array) -> Array:
@@ -260,9 +246,7 @@ def probed(weight: Array) -> Array:
     return np.ascontiguousarray(rounded.reshape(rows, -1)[:, :columns])
 
 
-def _quality(
-    seen: Iterator[torch.Tensor] | Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
-) -> Quality:
+def _quality(seen: Iterable[torch.Tensor], wanted: Sequence[torch.Tensor]) -> Quality:
     same, divergence, positions = 0, 0.0, 0
     for ours, theirs in zip(seen, wanted, strict=True):
         a, b = torch.log_softmax(ours, -1), torch.log_softmax(theirs, -1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from edgespec.core.errors import InputError
@@ -89,9 +90,5 @@ def split(texts: Iterable[Text], context: int, parameters: int = 0) -> Texts:
 
 def _first(texts: Sequence[Text], positions: int) -> list[Text]:
     """The first texts with so many positions together; fewer where there are no more."""
-    found: list[Text] = []
-    for text in texts:
-        if sum(each.positions for each in found) >= positions:
-            break
-        found.append(text)
-    return found
+    before = accumulate((text.positions for text in texts), initial=0)
+    return [text for text, seen in zip(texts, before, strict=False) if seen < positions]

@@ -14,7 +14,7 @@ from edgespec_export.bits import probe as probe_file
 from edgespec_export.bits.choose import Budget
 from edgespec_export.bits.files import CHOICE, Mixed
 from edgespec_export.bits.probe import Probe
-from edgespec_export.bits.roundings import OnnxRounding
+from edgespec_export.bits.roundings import onnx_rounding
 from edgespec_export.bits.texts import Text
 from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.gguf.kernels import packed
@@ -160,7 +160,7 @@ def test_an_error_in_a_row_of_the_table_counts_by_its_tokens_probability(model: 
     order = np.argsort(probe.likely)
     errors = []
     for token in (order[0], order[-1]):
-        changed = probe.matrix(name).copy()
+        changed = probe.weights[name].copy()
         changed[token] += 1.0
         errors.append(probe.errors(name, changed).sum())
     assert errors[1] / errors[0] == pytest.approx(probe.likely[order[-1]] / probe.likely[order[0]], rel=1e-4)
@@ -168,8 +168,8 @@ def test_an_error_in_a_row_of_the_table_counts_by_its_tokens_probability(model: 
 
 def test_the_parts_of_a_split_table_have_its_errors(model: Path) -> None:
     """So the rows of int8 and offset4 are rounded once for all splits."""
-    probe, name, rounding = mixed(model).probe, "model.embed_tokens.weight", OnnxRounding(512)
-    weight, importance = probe.matrix(name), probe.importance[name]
+    probe, name, rounding = mixed(model).probe, "model.embed_tokens.weight", onnx_rounding(512)
+    weight, importance = probe.weights[name], probe.importance[name]
 
     def errors(kind: str) -> np.ndarray:
         return probe.errors(name, rounding.values(weight, kind, importance))
@@ -182,11 +182,11 @@ def test_the_parts_of_a_split_table_have_its_errors(model: Path) -> None:
 def test_rows_stand_for_their_matrix(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large layer's matrix some rows are rounded; of a table of tokens all."""
     probe, name = mixed(model).probe, "model.layers.1.mlp.down_proj.weight"
-    weight, importance = probe.matrix(name), probe.importance[name]
+    weight, importance = probe.weights[name], probe.importance[name]
     monkeypatch.setattr(probe_file, "SAMPLED", weight.size // 3)
     assert (probe.stride("model.embed_tokens.weight"), probe.stride(name)) == (1, 3)
     whole, some = (
-        probe.errors(name, OnnxRounding(512).values(weight[::every], INT8, importance), every)
+        probe.errors(name, onnx_rounding(512).values(weight[::every], INT8, importance), every)
         for every in (1, 3)
     )
     assert whole.shape == some.shape
@@ -195,15 +195,15 @@ def test_rows_stand_for_their_matrix(model: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_rounded_model_leaves_the_weights_as_they_were(model: Path) -> None:
     probe = mixed(model).probe
-    before = {name: probe.matrix(name).copy() for name in probe.weights}
+    before = {name: probe.weights[name].copy() for name in probe.weights}
     seen = probe.quality(lambda name: np.zeros_like(before[name]), list(before))
     assert seen.kl > 0.01
     for name, weight in before.items():
-        np.testing.assert_array_equal(probe.matrix(name), weight, name)
+        np.testing.assert_array_equal(probe.weights[name], weight, name)
 
 
 def test_a_table_of_tokens_may_be_split() -> None:
-    rounding = OnnxRounding(512)
+    rounding = onnx_rounding(512)
     assert set(rounding.kinds((512, 64))) - set(rounding.kinds((256, 64))) == {
         split_kind(rows) for rows in (32, 64, 128, 256)
     }
@@ -309,7 +309,8 @@ def test_weights_that_are_no_numbers_are_named(model: Path, tmp_path: Path) -> N
 def test_layers_below_are_remembered_right(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group's KL is the same whether the layers below it are computed again or not."""
     probe = mixed(model).probe
-    shortened = probe.sensitivities()
+    shortened = probe.sensitivities
+    del probe.sensitivities  # to be measured again
     whole = Probe._from_layer
-    monkeypatch.setattr(Probe, "_from_layer", lambda self, layer: whole(self, None))
-    assert probe.sensitivities() == pytest.approx(shortened, rel=1e-3)
+    monkeypatch.setattr(Probe, "_from_layer", lambda self, layer, outputs: whole(self, None, outputs))
+    assert probe.sensitivities == pytest.approx(shortened, rel=1e-3)
