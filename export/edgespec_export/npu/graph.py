@@ -156,8 +156,7 @@ def decoder(shape: ModelShape, tokens: int, length: int, weights: dict[str, Any]
         *(helper.make_tensor_value_info(f"new.{layer}.{kind}", FLOAT, new) for layer, kind in kinds),
     ]
     used = {value for node in graph.nodes for value in node.input}
-    read = [tensor for key, tensor in weights.items() if key in used]
-    constants = [*graph.constants.values(), *read]
+    constants = [*graph.constants.values(), *(weights[name] for name in weights if name in used)]
     proto = helper.make_graph(graph.nodes, name, inputs, outputs, constants)
     model = helper.make_model(
         proto, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="edgespec", ir_version=IR_VERSION

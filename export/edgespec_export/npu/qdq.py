@@ -18,14 +18,16 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from edgespec_runtime.engines.cached_engine import CachedEngine
+from edgespec_runtime.engines.onnx_runtime import open_session
 from edgespec_runtime.engines.static import SETTINGS, StaticEngine, read_static_settings
+from edgespec_runtime.engines.static_program import Program
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import scratch_beside, whole_folder, write_json
@@ -87,22 +89,20 @@ def calibrate(folder: Path, rows: Sequence[Sequence[int]]) -> Calibration:
     what padding computes is no value of the model. Raises InputError where no row is long enough for every graph.
     """
     ranges: Ranges = {}
-    engine = _Watched(folder, ranges)
-    model = CachedEngine(engine)  # names an engine that fails
-    rows = list(_long_enough(rows, sum(engine.settings.blocks.values())))
     used, tokens = 0, 0
-    try:
+    with closing(_Watched(folder, ranges)) as engine:
+        model = CachedEngine(engine)  # names an engine that fails
+        blocks = engine.settings.blocks
+        wanted = sum(blocks.values())
+        rows = list(_long_enough(rows, wanted))
         with progress("calibrate", len(rows), "rows") as bar:
             for row in rows:
                 model.rewind(0)
-                for piece in _pieces(list(row[: engine.context_length]), engine.settings.blocks):
+                for piece in _pieces(list(row[: engine.context_length]), blocks):
                     model.forward(piece)
                 used, tokens = used + (engine.n_past > 0), tokens + engine.n_past
                 bar.update(1)
-    finally:
-        engine.close()
     if not used:
-        wanted = sum(engine.settings.blocks.values())
         raise InputError(
             f"the text for the ranges is shorter than the {wanted} tokens that fill each graph once; "
             "give more of it, or to a build a shorter --export.npu-prefill"
@@ -144,47 +144,40 @@ class _Watched(StaticEngine):
         super().__init__(folder, threads=1)
         for name in self.settings.blocks:
             del self._programs[name]
-            self._programs[name] = _Observed(folder / f"{name}.onnx", self.settings.masked, ranges)
+            self._programs[name] = _observed(folder / f"{name}.onnx", self.settings.masked, ranges)
 
 
-class _Observed:
+def _observed(path: Path, masked: float, ranges: Ranges) -> Program:
     """One graph with every float tensor as an output; it widens `ranges` by all of them."""
+    import onnx
 
-    def __init__(self, path: Path, masked: float, ranges: Ranges) -> None:
-        import onnx
-        import onnxruntime as ort
+    model = onnx.load(path, load_external_data=False)
+    graph = model.graph
+    computed = {name for node in graph.node for name in node.output}
+    inner = computed - {value.name for value in graph.output}
+    floats = (one for one in graph.value_info if one.type.tensor_type.elem_type == onnx.TensorProto.FLOAT)
+    graph.output.extend(one for one in floats if one.name in inner)
+    names = [value.name for value in graph.output]
+    watched = path.with_name(f".{path.stem}.watched.onnx")  # beside its data file
+    try:
+        watched.write_bytes(model.SerializeToString())
+        session = open_session(watched, 1)
+    finally:
+        watched.unlink(missing_ok=True)
 
-        model = onnx.load(path, load_external_data=False)
-        graph = model.graph
-        known = {value.name for value in graph.output}
-        floats = [
-            value for value in graph.value_info if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
-        ]
-        computed = {name for node in graph.node for name in node.output}
-        graph.output.extend(value for value in floats if value.name in computed - known)
-        self.names = [value.name for value in graph.output]
-        self.masked, self.ranges = masked, ranges
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
-        watched = path.with_name(f".{path.stem}.watched.onnx")  # beside its data file
-        try:
-            watched.write_bytes(model.SerializeToString())
-            self.session = ort.InferenceSession(str(watched), options, providers=["CPUExecutionProvider"])
-        finally:
-            watched.unlink(missing_ok=True)
-
-    def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        results = dict(zip(self.names, self.session.run(self.names, feeds), strict=True))
+    def run(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        results = dict(zip(names, session.run(names, feeds), strict=True))
         for name, value in (*feeds.items(), *results.items()):
             if name.endswith(".scores.masked"):
-                value = value[value > self.masked / 2]
+                value = value[value > masked / 2]
                 value = np.array([value.min() - FLOOR, value.max()])
             if name.startswith("past.") or name == "attention_mask" or name in results:
                 low, high = float(value.min()), float(value.max())
-                before = self.ranges.get(name, (low, high))
-                self.ranges[name] = min(low, before[0]), max(high, before[1])
+                before = ranges.get(name, (low, high))
+                ranges[name] = min(low, before[0]), max(high, before[1])
         return results
+
+    return run
 
 
 def _quantised(path: Path, scratch: Path, precision: str, ranges: Ranges) -> Any:

@@ -31,12 +31,9 @@ from edgespec_export.npu.graph import ALIGNED, DATA, MASKED, decoder
 from edgespec_export.onnx.families import rope_tables, rope_types, rotary_of
 from edgespec_export.onnx.folder import DataFile, written
 
-_WHOLE = {
-    "model.embed_tokens.weight": "embed_tokens",
-    "model.norm.weight": "norm",
-    "lm_head.weight": "lm_head",
-}
-_LAYER = re.compile(r"model\.(layers\.\d+\.[\w.]+?)(\.weight|\.bias)")
+_STORED = re.compile(
+    r"(model\.embed_tokens|model\.norm|lm_head)\.weight|model\.layers\.\d+\.[\w.]+\.(weight|bias)"
+)
 FLOAT_PRECISION = "fp32"
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # angles that do not depend on how much was read
 
@@ -104,10 +101,8 @@ def write_weights(folder: Path, shape: ModelShape, length: int, sink: DataFile) 
 
 def graph_name(stored: str) -> str | None:
     """The name in the graph of a tensor of the checkpoint: 'model.layers.0.mlp.up_proj.weight' is 'layers.0.mlp.up_proj'."""
-    if stored in _WHOLE:
-        return _WHOLE[stored]
-    match = _LAYER.fullmatch(stored)
-    return None if match is None else match[1] + (".bias" if match[2] == ".bias" else "")
+    known = _STORED.fullmatch(stored) is not None
+    return stored.removeprefix("model.").removesuffix(".weight") if known else None
 
 
 def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:
