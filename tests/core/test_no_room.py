@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from edgespec_export.gguf.quantize import PRECISIONS, quantize_file
 from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.npu.to_npu import export_npu
 from edgespec_recipes.generating.http_json import JsonServer
 from edgespec_runtime.batched.sequences import float_copy
 from repository import REPOSITORY
@@ -22,6 +23,7 @@ from tiny_models import make_model_folder
 from edgespec.cli import main
 from edgespec.core.errors import InputError, NoRoom, OneProcessError
 from edgespec.core.no_room import write_error
+from edgespec.recipe.schema import ExportOptions
 
 LIMIT = (
     "import resource, signal, sys\n"
@@ -115,6 +117,22 @@ def test_llama_cpp_says_it_in_words_of_its_own(tmp_path: Path) -> None:
     ):
         with files_of_at_most(10_000), pytest.raises(NoRoom, match=f"cannot write {place}.*MiB free in"):
             write(place)
+
+
+def test_the_last_bytes_of_a_file_count_too(tmp_path: Path) -> None:
+    """NumPy writes them when the file is closed, and says nothing where that fails."""
+    model, short = make_model_folder(tmp_path / "model"), ExportOptions(npu_length=40, npu_prefill=16)
+    whole, static = tmp_path / "model.gguf", tmp_path / "static"
+    for write, out, largest in (
+        (lambda out: export_gguf(model, out, "f32"), whole, whole),
+        (lambda out: export_npu(model, out, short), static, static / "weights.data"),
+    ):
+        write(out)
+        room = largest.stat().st_size - 1
+        out.rename(tmp_path / f"kept-{out.name}")
+        with files_of_at_most(room), pytest.raises(NoRoom, match=f"cannot write {out}.*MiB free in"):
+            write(out)
+        assert not out.exists()
 
 
 def test_the_message_is_any_processes(

@@ -106,10 +106,9 @@ class Chooser:
         else:
             point = self._within(budget, rest)
             quality = self._measured(point)
-        size = point.bytes + self.tables
+        kinds, bits, size = self._kinds(point), self._bits(point), point.bytes + self.tables
         losses = {name: {one.kind: one.loss for one in found} for name, found in self.options.items()}
-        kinds = self._kinds(point)
-        return Chosen(kinds, self._bits(point), size, point.loss, quality, losses, self._fallbacks())
+        return Chosen(kinds, bits, size, point.loss, quality, losses, self._fallbacks())
 
     def _within(self, budget: Budget, rest: int) -> Point:
         if budget.bits is not None:

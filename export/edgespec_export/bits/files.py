@@ -104,8 +104,7 @@ class Mixed:
         write: Callable[[Chosen, Path], dict[str, Any]],
         size: Callable[[Path], int],
     ) -> dict[str, Any]:
-        checkpoint = Checkpoint(self.folder)
-        shapes = map(checkpoint.shape, checkpoint)
+        shapes = Checkpoint(self.folder).shapes.values()
         tables += FLOAT * sum(shape[0] for shape in shapes if len(shape) == 1)
         chooser = Chooser(self.probe, rounding, weights=self.shape.parameters, tables=tables)
         most, rest = self.budget.bytes, 0

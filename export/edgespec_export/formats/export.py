@@ -251,7 +251,7 @@ def _check_folder(folder: Path, options: ExportOptions) -> ModelShape:
     if options.gguf and own_file(folder) is None:
         from edgespec_export.gguf.to_gguf import check_gguf_possible
 
-        check_gguf_possible(folder, config)
+        check_gguf_possible(folder)
     return shape
 
 

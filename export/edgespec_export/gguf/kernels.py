@@ -1,4 +1,4 @@
-"""llama.cpp's own rounding of rows to a GGUF type, with an importance matrix where there is one. Rows in, bytes out.
+"""Rows as the bytes of a GGUF type: read from a file in pieces, or rounded by llama.cpp, with an importance where there is one.
 
 The types without K are gguf's Python where no importance is given: its bytes are llama.cpp's. Where one is given, each row has
 whichever of the two roundings is nearer: a matrix that was rounded to such a type before keeps its values in the plain one alone.
@@ -7,7 +7,10 @@ whichever of the two roundings is nearer: a matrix that was rounded to such a ty
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +19,33 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 
-from edgespec.core.errors import EdgespecError
+from edgespec.core.errors import EdgespecError, InputError
 
 Array = np.ndarray[Any, Any]
 BLIND = frozenset({Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0})  # do not look at an importance
 SHORT = frozenset({Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1})  # blocks of 32
+PIECE = 2**22  # weights read at once: 16 MiB as float32
+
+
+def pieces_of(
+    file: Path, start: int, shape: tuple[int, ...], kind: Kind, multiple: int = 1
+) -> Iterator[Array]:
+    """The bytes of a tensor in a file, uint8 [n, bytes of a row], some rows at a time; a vector is one row.
+
+    n is a multiple of `multiple` but in the last piece. Raises InputError where the file ends before the tensor does.
+    """
+    rows, width = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+    block, size = GGML_QUANT_SIZES[kind]
+    row_bytes = width // block * size
+    step = max(1, PIECE // (width * multiple)) * multiple
+    with open(file, "rb") as stream:
+        stream.seek(start)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            piece = np.fromfile(stream, np.uint8, count * row_bytes)
+            if piece.size < count * row_bytes:
+                raise InputError(f"{file} ends within the tensor at byte {start}; fetch it again")
+            yield piece.reshape(count, row_bytes)
 
 
 def packed(rows: Array, kind: Kind, importance: Array | None = None) -> Array:
@@ -39,17 +64,11 @@ def _packed(rows: Array, kind: Kind, importance: Array | None) -> Array:
     if kind in BLIND or (importance is None and kind in SHORT):
         return np.ascontiguousarray(quantize(rows, kind))
     weighted = _by_llama_cpp(rows, kind, importance)
-    if kind not in SHORT:
+    if importance is None or kind not in SHORT:
         return weighted
     plain = np.ascontiguousarray(quantize(rows, kind))
-    nearer = _errors(rows, plain, kind, importance) <= _errors(rows, weighted, kind, importance)
-    return np.where(nearer[:, None], plain, weighted)
-
-
-def _errors(rows: Array, packed: Array, kind: Kind, importance: Array | None) -> Array:
-    """Σ importance (w − w')² of each row [n]."""
-    difference = np.square(dequantize(packed, kind) - rows)
-    return np.asarray(difference @ (np.ones(rows.shape[1]) if importance is None else importance))
+    nearer, further = (np.square(dequantize(one, kind) - rows) @ importance for one in (plain, weighted))
+    return np.where((nearer <= further)[:, None], plain, weighted)
 
 
 def _by_llama_cpp(rows: Array, kind: Kind, importance: Array | None) -> Array:

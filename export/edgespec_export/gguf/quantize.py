@@ -7,28 +7,28 @@ file from an F16 one. In q_mixed each tensor has a type of its own (bits/choose.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from edgespec_runtime.untrusted.gguf_file import Header, read_header
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.no_room import write_error
+from edgespec_export.gguf.kernels import SHORT
 
 
 @dataclass(frozen=True)
 class Precision:
-    """`kind` of the matrices, `head` of the output head, and whether llama.cpp has to make the file (from an F16 one)."""
+    """`kind` of the matrices, and whether llama.cpp has to make the file (from an F16 one)."""
 
     kind: Kind
     file_type: LlamaFileType
-    head: Kind | None = None  # None: as the other matrices
     by_llama_cpp: bool = False
 
 
@@ -37,17 +37,15 @@ PRECISIONS = {
     "f16": Precision(Kind.F16, LlamaFileType.MOSTLY_F16),
     "bf16": Precision(Kind.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": Precision(Kind.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-    "q4_0": Precision(Kind.Q4_0, LlamaFileType.MOSTLY_Q4_0, head=Kind.Q8_0),
-    "q4_1": Precision(Kind.Q4_1, LlamaFileType.MOSTLY_Q4_1, head=Kind.Q8_0),
-    "q5_0": Precision(Kind.Q5_0, LlamaFileType.MOSTLY_Q5_0, head=Kind.Q8_0),
-    "q5_1": Precision(Kind.Q5_1, LlamaFileType.MOSTLY_Q5_1, head=Kind.Q8_0),
+    "q4_0": Precision(Kind.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    "q4_1": Precision(Kind.Q4_1, LlamaFileType.MOSTLY_Q4_1),
+    "q5_0": Precision(Kind.Q5_0, LlamaFileType.MOSTLY_Q5_0),
+    "q5_1": Precision(Kind.Q5_1, LlamaFileType.MOSTLY_Q5_1),
     "q4_k_s": Precision(Kind.Q4_K, LlamaFileType.MOSTLY_Q4_K_S, by_llama_cpp=True),
     "q4_k_m": Precision(Kind.Q4_K, LlamaFileType.MOSTLY_Q4_K_M, by_llama_cpp=True),
     "q5_k_m": Precision(Kind.Q5_K, LlamaFileType.MOSTLY_Q5_K_M, by_llama_cpp=True),
     "q6_k": Precision(Kind.Q6_K, LlamaFileType.MOSTLY_Q6_K, by_llama_cpp=True),
 }
-MIXED = "q_mixed"
-"""The precision whose types are chosen tensor by tensor."""
 K_BLOCK = 256  # weights that share scales in a K type
 BUFFER = 2**28  # bytes of rows that llama.cpp holds at once
 
@@ -56,20 +54,20 @@ def kind_of(shape: tuple[int, ...], precision: Precision, *, head: bool) -> Kind
     """The type of a tensor: F32 for vectors, F16 for a matrix whose rows are no whole number of blocks."""
     if len(shape) == 1:
         return Kind.F32
-    kind = precision.head if head and precision.head is not None else precision.kind
+    kind = Kind.Q8_0 if head and precision.kind in SHORT else precision.kind
     return Kind.F16 if shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
 
 
 def bytes_of(shape: tuple[int, ...], kind: Kind) -> int:
     weights, size = GGML_QUANT_SIZES[kind]
-    return int(np.prod(shape)) // int(weights) * int(size)
+    return math.prod(shape) // int(weights) * int(size)
 
 
-def mixed_precision(kinds: Mapping[str, Kind], sizes: Mapping[str, int]) -> Precision:
+def mixed_precision(kinds: Mapping[str, Kind], shapes: Mapping[str, tuple[int, ...]]) -> Precision:
     """A file whose tensors have types of their own is called by that of most of its weights."""
     weights = Counter[Kind]()
     for name, kind in kinds.items():
-        weights[kind] += sizes[name]
+        weights[kind] += math.prod(shapes[name])
     [(most, _)] = weights.most_common(1)
     names = [f"MOSTLY_{most.name}", f"MOSTLY_{most.name}_M"]
     return Precision(most, next(kind for kind in LlamaFileType if kind.name in names))
@@ -88,8 +86,7 @@ def quantize_file(source: Path, out: Path, precision: Precision) -> list[str]:
     params.ftype = int(precision.file_type)
     params.nthread = 0  # one for every core
     params.max_buf_size = BUFFER  # llama.cpp's own is 8 GiB
-    status = library.llama_model_quantize(os.fsencode(source), os.fsencode(out), params)
-    if status != 0:
+    if library.llama_model_quantize(os.fsencode(source), os.fsencode(out), params) != 0:
         raise write_error(out, OSError(reason())) or EdgespecError(
             f"llama.cpp cannot quantise {source} to {precision.file_type.name}: {reason()}; choose q8_0 or q4_0"
         )

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import GGUFWriter, get_tensor_name_map
 from gguf.constants import GGML_QUANT_VERSION, MODEL_ARCH
 from gguf.constants import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.families import Family, family_for, leave_out
@@ -24,10 +24,10 @@ from edgespec.core.files import whole_file, write_array
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import read_tensors
+from edgespec.recipe.precisions import MIXED
 from edgespec_export.gguf.hyperparameters import write_hyperparameters
-from edgespec_export.gguf.kernels import packed
+from edgespec_export.gguf.kernels import packed, pieces_of
 from edgespec_export.gguf.quantize import (
-    MIXED,
     PRECISIONS,
     Precision,
     bytes_of,
@@ -40,8 +40,7 @@ from edgespec_export.gguf.vocabulary import read_vocabulary
 logging.getLogger("gguf").setLevel(logging.WARNING)
 
 Array = np.ndarray[Any, Any]
-PIECE = 2**22  # weights converted at once: 16 MiB as float32
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_READ = ("F32", "F16", "BF16")
 
 
 def permute_qk(weight: Array, heads: int) -> Array:
@@ -51,7 +50,7 @@ def permute_qk(weight: Array, heads: int) -> Array:
 
 
 class Checkpoint:
-    """The safetensors files of a model folder: names and shapes at once, rows when asked for.
+    """The safetensors files of a model folder: `shapes` by name at once, rows when asked for.
 
     What files store and no model has is left out: RoPE's rates in old checkpoints, and an output table of its own where the
     embedding is the output table.
@@ -66,16 +65,11 @@ class Checkpoint:
             if not (name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"))
         }
         for name, tensor in self._stored.items():
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in _READ:
                 raise InputError(
-                    f"{tensor.file}: tensor {name} is {tensor.dtype}; GGUF export reads {', '.join(_DTYPES)}"
+                    f"{tensor.file}: tensor {name} is {tensor.dtype}; GGUF export reads {', '.join(_READ)}"
                 )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored[name].shape
+        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
 
     def is_zero_bias(self, name: str) -> bool:
         """Whether it is a bias of zeros, which an ONNX file goes without."""
@@ -88,26 +82,12 @@ class Checkpoint:
     def pieces(self, name: str, multiple: int = 1) -> Iterator[Array]:
         """The tensor as float32 in pieces of rows (a vector: whole), each a multiple of `multiple` rows but the last."""
         stored = self._stored[name]
-        rows, width = stored.shape[0], int(np.prod(stored.shape[1:]))
-        step = rows if len(stored.shape) == 1 else max(1, PIECE // (width * multiple)) * multiple
-        dtype = _DTYPES[stored.dtype]
-        with open(stored.file, "rb") as stream:
-            stream.seek(stored.start)
-            for first in range(0, rows, step):
-                count = min(step, rows - first)
-                raw = np.fromfile(stream, dtype=dtype, count=count * width)
-                if raw.size < count * width:
-                    raise InputError(f"{stored.file} ends within {name}; fetch the model again")
-                floats = (
-                    (raw.astype(np.uint32) << 16).view(np.float32)  # BF16 is the upper half of a float32
-                    if stored.dtype == "BF16"
-                    else raw.astype(np.float32, copy=False)
-                )
-                yield floats.reshape(count, *stored.shape[1:])
+        kind = Kind[stored.dtype]
+        for piece in pieces_of(stored.file, stored.start, stored.shape, kind, multiple):
+            yield dequantize(piece, kind).reshape(-1, *stored.shape[1:])
 
 
-@dataclass(frozen=True)
-class Bits:
+class Bits(NamedTuple):
     """What calibration text said of a model, by the checkpoint's names: {matrix: its type}, and {matrix: weight [K] of an error
     in each of its columns}.
     """
@@ -128,10 +108,8 @@ def export_gguf(
     llama.cpp works. Raises InputError for an unknown precision or family, a RoPE variant or a tokenizer llama.cpp would read
     differently.
     """
-    if precision == MIXED and bits is not None:
-        checkpoint = Checkpoint(model_folder)
-        sizes = {name: int(np.prod(checkpoint.shape(name))) for name in bits.kinds}
-        wanted = mixed_precision(bits.kinds, sizes)
+    if precision == MIXED["gguf"] and bits is not None:
+        wanted = mixed_precision(bits.kinds, Checkpoint(model_folder).shapes)
     elif precision in PRECISIONS:
         wanted = PRECISIONS[precision]
     else:
@@ -150,42 +128,26 @@ def export_gguf(
     return {"bytes": out_file.stat().st_size, "notes": notes}
 
 
-def check_gguf_possible(model_folder: Path, config: dict[str, Any]) -> None:
-    """Whether a folder can become a GGUF file, without reading weights: what `export_gguf` would refuse. Raises InputError.
+def check_gguf_possible(model_folder: Path) -> None:
+    """Whether a folder can become a GGUF file, without reading weights: what `export_gguf` would refuse. Raises InputError."""
+    _planned(model_folder, PRECISIONS["f16"], [])
 
-    `config`: its config.json, as model_config reads it.
-    """
-    family = family_for("gguf", "GGUF export", config, model_folder)
-    shape = ModelShape.from_config(config)
-    write_hyperparameters(GGUFWriter(None, family.gguf), family, shape, config, [])
-    read_vocabulary(model_folder, config)
-    _plan(Checkpoint(model_folder), family, shape, PRECISIONS["f16"], model_folder)
+
+class _Tensor(NamedTuple):
+    """One tensor of the file; its values are computed piece by piece when they are written."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    pieces: Iterator[Array]
 
 
 def _write(
     model_folder: Path, out: Path, precision: Precision, notes: list[str], bits: Bits | None = None
 ) -> None:
-    config = read_config(model_folder)
-    family = family_for("gguf", "GGUF export", config, model_folder)
-    shape = ModelShape.from_config(config)
-    checkpoint = Checkpoint(model_folder)
-    vocabulary = read_vocabulary(model_folder, config)
-    writer = GGUFWriter(None, family.gguf)
-    writer.add_name(_model_name(config, strips_right=vocabulary.strips_right))
-    computed = write_hyperparameters(writer, family, shape, config, notes)
-    writer.add_file_type(precision.file_type)
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-    vocabulary.write(writer)
-    plan = _plan(checkpoint, family, shape, precision, model_folder, bits)
-    for name, vector in computed.items():
-        writer.add_tensor_info(name, vector.shape, vector.dtype, vector.nbytes, raw_dtype=Kind.F32)
-    for entry in plan:
-        size = bytes_of(entry.shape, entry.kind)
-        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), size, raw_dtype=entry.kind)
-    kept = [
-        entry.name for entry in plan if entry.kind is Kind.F16 and precision.kind not in (Kind.F16, Kind.F32)
-    ]
-    if kept:
+    writer, tensors = _planned(model_folder, precision, notes, bits)
+    kept = [one.name for one in tensors if one.kind is Kind.F16]
+    if kept and precision.kind not in (Kind.F16, Kind.F32):
         notes.append(
             f"{len(kept)} matrices stay F16 because their rows are no multiple of 32 ({kept[0]} ...)"
         )
@@ -194,14 +156,35 @@ def _write(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         assert writer.fout is not None
-        stream: BinaryIO = writer.fout[0]
-        for vector in computed.values():
-            _append(writer, stream, iter([vector]))
-        for entry in plan:
-            importance = bits.importance.get(entry.source) if bits is not None else None
-            _append(writer, stream, _rounded(checkpoint, entry, importance))
+        stream = writer.fout[0]
+        for tensor in tensors:  # as the writer's write_tensor_data does, which wants it whole
+            writer.write_padding(stream, stream.tell())
+            for piece in tensor.pieces:
+                write_array(stream, piece)
+            writer.write_padding(stream, bytes_of(tensor.shape, tensor.kind))
     finally:
         writer.close()
+
+
+def _planned(
+    model_folder: Path, precision: Precision, notes: list[str], bits: Bits | None = None
+) -> tuple[GGUFWriter, list[_Tensor]]:
+    """A writer that knows all of the file's header, and the tensors in order; no weight is read yet."""
+    config = read_config(model_folder)
+    family = family_for("gguf", "GGUF export", config, model_folder)
+    shape = ModelShape.from_config(config)
+    vocabulary = read_vocabulary(model_folder, config)
+    writer = GGUFWriter(None, family.gguf)
+    writer.add_name(_model_name(config, strips_right=vocabulary.strips_right))
+    computed = write_hyperparameters(writer, family, shape, config, notes)
+    writer.add_file_type(precision.file_type)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    vocabulary.write(writer)
+    tensors = [_Tensor(name, vector.shape, Kind.F32, iter([vector])) for name, vector in computed.items()]
+    tensors += _stored(model_folder, family, shape, precision, bits)
+    for name, size, kind, _ in tensors:
+        writer.add_tensor_info(name, size, np.dtype(np.float32), bytes_of(size, kind), raw_dtype=kind)
+    return writer, tensors
 
 
 def _model_name(config: dict[str, Any], *, strips_right: bool) -> str:
@@ -212,67 +195,46 @@ def _model_name(config: dict[str, Any], *, strips_right: bool) -> str:
     return re.sub(r"phi-?3", "Phi 3", name, flags=re.IGNORECASE)
 
 
-def _append(writer: GGUFWriter, stream: BinaryIO, pieces: Iterator[Array]) -> None:
-    """One tensor at the next aligned place: what the writer's write_tensor_data does, which wants it whole."""
-    writer.write_padding(stream, stream.tell())
-    size = 0
-    for piece in pieces:
-        write_array(stream, piece)
-        size += piece.nbytes
-    writer.write_padding(stream, size)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    source: str
-    name: str
-    shape: tuple[int, ...]
-    kind: Kind
-    head_rows: int  # rows of one head where q or k is permuted; 0: as it is
-    offset: float  # added to every weight
-
-
-def _rounded(checkpoint: Checkpoint, entry: _Entry, importance: Array | None) -> Iterator[Array]:
-    for piece in checkpoint.pieces(entry.source, multiple=entry.head_rows or 1):
-        if entry.head_rows:
-            piece = permute_qk(piece, len(piece) // entry.head_rows)
-        if entry.offset:
-            piece = piece + np.float32(entry.offset)
-        yield packed(piece, entry.kind, importance if len(entry.shape) > 1 else None)
-
-
-def _plan(
-    checkpoint: Checkpoint,
-    family: Family,
-    shape: ModelShape,
-    precision: Precision,
-    folder: Path,
-    bits: Bits | None = None,
-) -> list[_Entry]:
-    """What is written, in order: GGUF name, shape, type and source of every tensor."""
+def _stored(
+    folder: Path, family: Family, shape: ModelShape, precision: Precision, bits: Bits | None
+) -> Iterator[_Tensor]:
+    """The tensors of the checkpoint. Raises InputError for one without a place in the file, and for those that it lacks."""
+    checkpoint = Checkpoint(folder)
     names = get_tensor_name_map(MODEL_ARCH[family.gguf.upper()], shape.layers)
     head = "token_embd.weight" if shape.tied else "output.weight"
-    entries = []
-    for source in checkpoint:
+    missing = {"token_embd.weight", "output_norm.weight", head}
+    for source, size in checkpoint.shapes.items():
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise InputError(
                 f"{folder}: tensor {source} has no name in the GGUF architecture {family.gguf!r}"
             )
-        part, _, kind_of_tensor = name.removeprefix("blk.").partition(".")[2].rpartition(".")
-        if kind_of_tensor == "bias" and part not in family.gguf_biases:
+        part, _, ending = name.removeprefix("blk.").partition(".")[2].rpartition(".")
+        if ending == "bias" and part not in family.gguf_biases:
             raise InputError(
                 f"{folder} has the bias {source}, and llama.cpp's {family.gguf!r} has no place for it; "
                 f"{leave_out('gguf')}"
             )
-        size = checkpoint.shape(source)
-        kind = kind_of(size, precision, head=name == head)
+        kind, importance = kind_of(size, precision, head=name == head), None
         if bits is not None:
-            kind = bits.kinds.get(source, kind)
+            kind, importance = bits.kinds.get(source, kind), bits.importance.get(source)
         permuted = family.permute_qk and (".q_proj." in source or ".k_proj." in source)
         offset = family.norm_offset if name.endswith("norm.weight") else 0.0
-        entries.append(_Entry(source, name, size, kind, shape.head_dim * permuted, offset))
-    missing = {"token_embd.weight", "output_norm.weight", head} - {entry.name for entry in entries}
+        head_rows = shape.head_dim if permuted else 0
+        pieces = checkpoint.pieces(source, multiple=head_rows or 1)
+        yield _Tensor(name, size, kind, _rounded(pieces, kind, importance, head_rows, offset))
+        missing.discard(name)
     if missing:
         raise InputError(f"{folder}: the checkpoint lacks {', '.join(sorted(missing))}")
-    return entries
+
+
+def _rounded(
+    pieces: Iterator[Array], kind: Kind, importance: Array | None, head_rows: int, offset: float
+) -> Iterator[Array]:
+    """Pieces as the file holds them. `head_rows`: of a head where q or k is permuted, else 0; `offset`: added to every weight."""
+    for piece in pieces:
+        if head_rows:
+            piece = permute_qk(piece, len(piece) // head_rows)
+        if offset:
+            piece = piece + np.float32(offset)
+        yield packed(piece, kind, importance)

@@ -79,7 +79,7 @@ def write_weights(folder: Path, shape: ModelShape, length: int, sink: DataFile) 
     """
     checkpoint = Checkpoint(folder)
     tensors: dict[str, Any] = {}
-    for stored in checkpoint:
+    for stored in checkpoint.shapes:
         name = graph_name(stored)
         if name is None:
             raise InputError(f"{folder} has a tensor {stored!r}, which the static graph has no place for")
@@ -108,8 +108,7 @@ def graph_name(stored: str) -> str | None:
 def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:
     """Refuse what the graph would compute wrongly. Raises InputError naming the value and the next step."""
     family = family_for("npu", "the static graph", config, folder)
-    activation = family.activation(config)
-    if activation != "silu":
+    if (activation := family.activation(config)) != "silu":
         raise InputError(f"{folder} has the activation {activation!r}; the static graph has 'silu'")
     for rope in rope_types(config):
         if rope not in FIXED_ROPE:

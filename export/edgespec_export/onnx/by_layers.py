@@ -149,12 +149,12 @@ def _write_slice(
         if (model / name).is_file():
             shutil.copyfile(model / name, folder / name)
     tensors = {}
-    for name in checkpoint:
+    for name in checkpoint.shapes:
         number = layer_of(name)
         if number is not None and number not in slots:
             continue
-        if number is None and not whole and checkpoint.shape(name)[0] == int(config["vocab_size"]):
-            tensors[name] = np.zeros((FEW_TOKENS, *checkpoint.shape(name)[1:]), np.float32)
+        if number is None and not whole and checkpoint.shapes[name][0] == int(config["vocab_size"]):
+            tensors[name] = np.zeros((FEW_TOKENS, *checkpoint.shapes[name][1:]), np.float32)
             continue
         placed = name if number is None else moved(name, slots[number] - number)
         tensors[placed] = checkpoint.whole(name)

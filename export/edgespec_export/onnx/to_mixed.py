@@ -66,7 +66,7 @@ def weight_of(stem: str, checkpoint: Checkpoint) -> tuple[str, Array]:
 
     Raises EdgespecError for a matrix that the checkpoint does not have.
     """
-    names = set(checkpoint)
+    names = checkpoint.shapes
     plain = stem.replace(".attn.", ".self_attn.") + ".weight"
     if stem == HEAD and plain not in names:
         plain = f"{TABLE}.weight"

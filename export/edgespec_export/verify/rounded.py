@@ -33,7 +33,7 @@ def write_rounded(target: Path, out: Path, precision: str) -> dict[str, Any]:
     """
     shape = ModelShape.from_config(read_config(target))
     checkpoint = Checkpoint(target)
-    shapes = {name: checkpoint.shape(name) for name in checkpoint}
+    shapes = checkpoint.shapes
     with whole_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
         for file in target.iterdir():
             if file.is_file() and file.name not in {*weight_files(target), INDEX}:

@@ -49,7 +49,7 @@ class Streamed(OwnModel):
     def __init__(self, folder: Path, prompts: list[list[int]], questions: Questions | None = None) -> None:
         super().__init__(folder, prompts, questions)
         self.checkpoint = Checkpoint(folder)
-        self.shapes = {name: self.checkpoint.shape(name) for name in self.checkpoint}
+        self.shapes = self.checkpoint.shapes
         self.logits = self.run(self._weights())
 
     def pieces(self, name: str) -> Iterator[Array]:
@@ -65,7 +65,7 @@ class Streamed(OwnModel):
 
     def _weights(self) -> Weights:
         """The checkpoint's, layer by layer."""
-        for name in sorted(self.checkpoint, key=lambda name: -1 if (n := layer_of(name)) is None else n):
+        for name in sorted(self.shapes, key=lambda name: -1 if (n := layer_of(name)) is None else n):
             yield name, self.checkpoint.whole(name)
 
     def embedding(self) -> Tensor:
@@ -111,8 +111,8 @@ def streamed_states(
     checkpoint, waiting = Checkpoint(model_folder), dict[int, dict[str, Tensor]]()
     # an ONNX file goes without them
     zeros = (
-        (name, np.zeros(checkpoint.shape(name), np.float32))
-        for name in checkpoint
+        (name, np.zeros(checkpoint.shapes[name], np.float32))
+        for name in checkpoint.shapes
         if checkpoint.is_zero_bias(name)
     )
     rest: dict[str, Tensor] = {}

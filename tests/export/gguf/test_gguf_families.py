@@ -182,7 +182,8 @@ def test_layers_without_rope_follow_from_the_usual_period(tmp_path: Path) -> Non
     )
     assert config.pop("no_rope_layers") == [1, 1, 1, 0, 1]
     config.pop("no_rope_layer_interval")
-    check_gguf_possible(tmp_path / "model", config)
+    write_json(tmp_path / "model" / "config.json", config)
+    check_gguf_possible(tmp_path / "model")
 
 
 def test_every_family_of_the_table_is_tried() -> None:

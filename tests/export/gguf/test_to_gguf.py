@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from edgespec_export.gguf import to_gguf
-from edgespec_export.gguf.quantize import MIXED, PRECISIONS
+from edgespec_export.gguf import kernels, to_gguf
+from edgespec_export.gguf.quantize import PRECISIONS
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.verify.file_check import BOUNDS
 from edgespec_export.verify.readback import gguf_weights
@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
+from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.schema import ExportOptions
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
@@ -74,7 +75,7 @@ WRITTEN: dict[str, tuple[float, int, set[str]]] = {
 
 def test_the_precisions_of_the_options_are_those_of_the_exporter() -> None:
     choices = ExportOptions.__dataclass_fields__["gguf"].metadata["choices"]
-    assert list(choices) == [*PRECISIONS, MIXED]
+    assert list(choices) == [*PRECISIONS, MIXED["gguf"]]
     assert list(PRECISIONS) == list(WRITTEN)
     assert set(choices) <= set(BOUNDS)
 
@@ -127,7 +128,7 @@ def test_pieces_of_any_size_make_the_same_file(
 ) -> None:
     """A head of q or k is never cut, or its rows could not be reordered."""
     export_gguf(families["llama"], tmp_path / "whole.gguf", "q8_0")
-    monkeypatch.setattr(to_gguf, "PIECE", piece)
+    monkeypatch.setattr(kernels, "PIECE", piece)
     export_gguf(families["llama"], tmp_path / "pieces.gguf", "q8_0")
     assert (tmp_path / "pieces.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from changed_gguf import changed
+from edgespec_export.gguf import kernels
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.gguf.vocabulary import PRE_TOKENIZERS
 from edgespec_export.gguf_target import model_folder as from_gguf
@@ -129,7 +130,7 @@ def test_a_rounded_file_gives_its_own_values(
 ) -> None:
     source = make_model_folder(tmp_path / "source", family, seed=len(precision))
     export_gguf(source, tmp_path / "m.gguf", precision)
-    monkeypatch.setattr(from_gguf, "PIECE", 1000)  # many pieces, of whole heads
+    monkeypatch.setattr(kernels, "PIECE", 1000)  # many pieces, of whole heads
     folder = folder_of(tmp_path / "m.gguf")
     shape = ModelShape.from_config(read_json(folder / "config.json"))
     wanted = dict(gguf_weights(tmp_path / "m.gguf", shape))  # written apart from what is tested
@@ -312,6 +313,8 @@ def test_find_target(tiny: Path) -> None:
         ({"tensors": {"output_norm.weight": np.ones(32, np.float32)}}, r"of shape \[32\], and its sizes make it \[64\]"),
         ({"tensors": {"output_norm.weight": np.ones(64, np.int8)}}, "has 'output_norm.weight' in I8; of GGUF types F32"),
         ({"tensors": {"rope_freqs.weight": np.ones(16, np.float32) * 3}}, r"RoPE factors of its own \(rope_freqs"),
+        ({"tensors": {"rope_freqs.weight": np.ones(16, np.int8)}}, "has 'rope_freqs.weight' in I8; of GGUF types F32"),
+        ({"tensors": {"rope_freqs.weight": np.ones((2, 8), np.float32)}}, r"of shape \[2, 8\], and its sizes make it \[16\]"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_read_is_refused_by_name(
