@@ -95,7 +95,7 @@ def test_every_reader_goes_without_them(beyond: Path, families: dict[str, Path],
     assert loading.stop_ids_of(beyond, tokenizer) == [2]
     assert max(special_tokens(tokenizer, beyond)) < 512
     assert ChatTokenizer(beyond).stop_ids == {2}
-    assert read_vocabulary(beyond, read_config(beyond)).special_ids["pad"] == 3  # the tokenizer's own
+    assert read_vocabulary(beyond, read_config(beyond)).keys["padding_token_id"] == 3  # the tokenizer's own
     loading.save_model(model, beyond, tmp_path / "saved")
     assert read_json(tmp_path / "saved" / "config.json").get("pad_token_id") is None
     assert read_generation_config(tmp_path / "saved").get("pad_token_id") is None

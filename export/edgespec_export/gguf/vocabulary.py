@@ -10,16 +10,15 @@ split text: edgespec gives it token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec_runtime.engines.vocabulary import Vocabulary as Subset
 from edgespec_runtime.engines.vocabulary import vocabulary_of
+from edgespec_runtime.text.tokenizer import read_tokenizer
 from gguf import GGUFWriter
 from gguf.constants import TokenType
-from tokenizers import Tokenizer
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import leave_out
@@ -37,55 +36,52 @@ _REST_WITH_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = _WORDS.replace("@", "") + r"|\p{N}" + _REST_WITH_SLASH
 _GPT_4O = _WORDS.replace("@", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"|\p{N}{1,3}" + _REST_WITH_SLASH
 
-# The steps of a tokenizer.json pre_tokenizer -> llama.cpp's name for the same splitting.
-PRE_TOKENIZERS = {
-    ("bytes with regex",): "gpt-2",
-    ("single digits", "bytes with regex"): "smollm",
-    (f"split {_QWEN2}", "bytes"): "qwen2",
-    (f"split {_LLAMA3}", "bytes"): "llama-bpe",
-    (f"split {_TEKKEN}", "bytes"): "tekken",
-    (f"split {_GPT_4O}", "bytes"): "gpt-4o",
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_WORDS_AS_BYTES = _BYTES | {"use_regex": True}
+
+
+def _split(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [_WORDS_AS_BYTES],
+    "smollm": [{"type": "Digits", "individual_digits": True}, _WORDS_AS_BYTES],
+    "qwen2": [_split(_QWEN2), _BYTES],
+    "llama-bpe": [_split(_LLAMA3), _BYTES],
+    "tekken": [_split(_TEKKEN), _BYTES],
+    "gpt-4o": [_split(_GPT_4O), _BYTES],
 }
+"""llama.cpp's name for a way to split text -> the steps of a tokenizer.json's pre_tokenizer that split it so."""
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens, and GGUF's word for each in its keys."""
-_ADDED_SCORE = -1000.0
+_ADDED_SCORE = -1000.0  # of tokens added later: below those of the pieces
 _BPE = 2  # TrainerSpec.ModelType of a SentencePiece model
 _SPACE = "▁"  # SentencePiece's mark of a space
 # llama.cpp names these where special tokens swallow white space, and fails to load a file that lacks one
 _STRIPPERS = frozenset({"<unk>", "<s>", "</s>", "<|endoftext|>"})
+Entry = tuple[int, str, TokenType]  # id, text and type of a token
+Added = Sequence[Mapping[str, Any]]  # the added tokens of a tokenizer.json
+Tables = dict[str, list[Any]]  # by GGUF's names
+Keys = tuple[
+    dict[str, Any], bool, bool
+]  # with the tables; whether a space is put before a text; `strips_right`
 
 
-@dataclass
-class Vocabulary:
-    """What a GGUF file says about its tokenizer; `tokens` has one entry for every row of the embedding."""
+class Vocabulary(NamedTuple):
+    """What a GGUF file says about its tokenizer. keys: by GGUF's names behind "tokenizer.ggml."; the tables there have one entry
+    for every row of the embedding. strips_right: special tokens swallow the white space after them, as Phi-3's do.
+    """
 
-    model: str
-    pre: str
-    tokens: list[str]
-    types: list[int]
-    scores: list[float] | None = None
-    merges: list[str] | None = None
-    special_ids: dict[str, int] = field(default_factory=dict)
-    add_bos: bool = False
-    add_eos: bool = False
-    add_space_prefix: bool = False
-    chat_template: str | None = None
-    strips_right: bool = False  # special tokens swallow the white space after them, as Phi-3's do
+    keys: dict[str, Any]
+    chat_template: str | None
+    strips_right: bool
 
     def write(self, writer: GGUFWriter) -> None:
-        writer.add_tokenizer_model(self.model)
-        writer.add_tokenizer_pre(self.pre)
-        writer.add_token_list(self.tokens)
-        writer.add_token_types(self.types)
-        if self.scores is not None:
-            writer.add_token_scores(self.scores)
-        if self.merges is not None:
-            writer.add_token_merges(self.merges)
-        for role, index in self.special_ids.items():
-            getattr(writer, f"add_{role}_token_id")(index)
-        writer.add_add_bos_token(self.add_bos)
-        writer.add_add_eos_token(self.add_eos)
-        writer.add_add_space_prefix(self.add_space_prefix)
+        add: dict[type, Any] = {str: writer.add_string, list: writer.add_array}
+        add |= {int: writer.add_uint32, bool: writer.add_bool}
+        for name, value in self.keys.items():
+            add[type(value)](f"tokenizer.ggml.{name}", value)
         if self.chat_template:
             writer.add_chat_template(self.chat_template)
 
@@ -106,43 +102,76 @@ def read_vocabulary(model_folder: Path, config: dict[str, Any]) -> Vocabulary:
 def _restricted(whole: Vocabulary, subset: Subset) -> Vocabulary:
     """The tokens of a subset in its order, then the unused one that stands for all others."""
     ids, places = subset.ids.tolist(), subset.places().tolist()
-    roles = {role: places[index] for role, index in whole.special_ids.items() if places[index] < len(ids)}
-    return replace(
-        whole,
-        tokens=[*(whole.tokens[index] for index in ids), "[OTHER]"],
-        types=[*(whole.types[index] for index in ids), int(TokenType.UNUSED)],
-        scores=None if whole.scores is None else [*(whole.scores[index] for index in ids), _ADDED_SCORE],
-        special_ids=roles,
-    )
+    others = {"tokens": "[OTHER]", "token_type": int(TokenType.UNUSED), "scores": _ADDED_SCORE}
+    keys: dict[str, Any] = {}
+    for name, value in whole.keys.items():
+        if name in others:
+            keys[name] = [*(value[index] for index in ids), others[name]]
+        elif not name.endswith("_token_id"):
+            keys[name] = value
+        elif places[value] < len(ids):
+            keys[name] = places[value]
+    return whole._replace(keys=keys)
 
 
 def _whole_vocabulary(model_folder: Path, config: dict[str, Any], vocab_size: int) -> Vocabulary:
     path, model_file = model_folder / "tokenizer.json", model_folder / "tokenizer.model"
     settings_file = model_folder / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.exists() else {}
-    if not path.exists() and model_file.exists():
-        vocabulary = _sentencepiece_model(model_file, settings, vocab_size)
-        _add_roles(vocabulary, model_folder, settings, config)
-        return vocabulary
+    alone = model_file.exists() and not path.exists()
+    keys, prefix, strips_right = (
+        _of_model(model_file, settings, vocab_size) if alone else _of_json(path, model_file, vocab_size)
+    )
+    ids = {text: index for index, text in enumerate(keys["tokens"])}
+    for (
+        role,
+        word,
+    ) in ROLES.items():  # by their texts in tokenizer_config.json, else by their numbers in config.json
+        named = settings.get(f"{role}_token")
+        text = named["content"] if isinstance(named, dict) else named
+        index = ids.get(text) if text is not None else config.get(f"{role}_token_id")
+        if isinstance(index, list):
+            index = index[0]
+        if index is not None and 0 <= index < vocab_size:
+            keys[f"{word}_token_id"] = int(index)
+    bos, eos = settings.get("add_bos_token", True), settings.get("add_eos_token", False)
+    if not alone:
+        encoded = read_tokenizer(path, InputError).encode("a").ids
+        bos = bool(encoded) and encoded[0] == keys.get("bos_token_id")
+        eos = len(encoded) > 1 and encoded[-1] == keys.get("eos_token_id")
+    keys |= {"add_bos_token": bool(bos), "add_eos_token": bool(eos), "add_space_prefix": prefix}
+    return Vocabulary(keys, chat_template_of(model_folder, settings), strips_right)
+
+
+def _of_json(path: Path, model_file: Path, vocab_size: int) -> Keys:
+    """A tokenizer.json; the scores of SentencePiece are in the tokenizer.model that it was made from, where there is one."""
     spec = read_json(path)
-    bpe = spec["model"].get("type") == "BPE"
-    if bpe and any(step["type"] == "ByteLevel" for step in _steps(spec.get("pre_tokenizer"))):
-        vocabulary = _byte_level(spec, path, vocab_size)
-    elif bpe and spec["model"].get("byte_fallback"):
-        vocabulary = _sentencepiece(spec, path, vocab_size, model_file)
-    else:
+    model, added = spec["model"], spec.get("added_tokens", ())
+    steps, normalizers = (_steps(spec.get(part)) for part in ("pre_tokenizer", "normalizer"))
+    byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    if model.get("type") != "BPE" or not (byte_level or model.get("byte_fallback")):
         raise InputError(
-            f"{path} is a {spec['model'].get('type')} tokenizer; GGUF export knows byte-level BPE and SentencePiece BPE with "
+            f"{path} is a {model.get('type')} tokenizer; GGUF export knows byte-level BPE and SentencePiece BPE with "
             f"byte fallback: {leave_out('gguf')}"
         )
-    _add_roles(vocabulary, model_folder, settings, config)
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    encoded = tokenizer.encode("a").ids
-    vocabulary.add_bos = bool(encoded) and encoded[0] == vocabulary.special_ids.get("bos")
-    vocabulary.add_eos = len(encoded) > 1 and encoded[-1] == vocabulary.special_ids.get("eos")
-    return vocabulary
+    entries = ((index, text, TokenType.NORMAL) for text, index in model["vocab"].items())
+    tables = _table(entries, added, path, vocab_size)
+    merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+    if byte_level:
+        pre = _pre_tokenizer(steps, normalizers, path)
+        joined = [" ".join(merge) for merge in merges]
+        return {"model": "gpt2", "pre": pre, **tables, "merges": joined}, False, False
+    if model_file.exists():
+        known = {piece.piece: float(piece.score) for piece in _read_model(model_file).pieces}
+    else:
+        known = _scores_of_merges(merges, model["vocab"], path)
+    prefix = any(
+        step["type"] == "Prepend"
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in (*normalizers, *steps)
+    )
+    scores = [known.get(text, _ADDED_SCORE) for text in tables["tokens"]]
+    return _sentencepiece(tables, scores, model.get("unk_token") or "<unk>", added, prefix)
 
 
 def _steps(node: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -154,43 +183,31 @@ def _steps(node: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [step for child in children for step in _steps(child)]
 
 
-def _describe(step: dict[str, Any]) -> str:
-    """One word for a pre-tokenizer step that has a counterpart in llama.cpp; the raw step for any other."""
-    kind = step["type"]
-    if kind == "ByteLevel" and not step.get("add_prefix_space"):
-        return "bytes with regex" if step.get("use_regex", True) else "bytes"
-    if kind == "Digits" and step.get("individual_digits"):
-        return "single digits"
-    isolated = kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert")
-    if isolated and "Regex" in step["pattern"]:
-        return f"split {step['pattern']['Regex']}"
-    return str(step)
-
-
-def _byte_level(spec: dict[str, Any], path: Path, vocab_size: int) -> Vocabulary:
-    steps = tuple(_describe(step) for step in _steps(spec.get("pre_tokenizer")))
-    pre = PRE_TOKENIZERS.get(steps)
+def _pre_tokenizer(steps: list[dict[str, Any]], normalizers: list[dict[str, Any]], path: Path) -> str:
+    """llama.cpp's name for what comes before BPE. Raises InputError where it has none."""
+    usual = {"ByteLevel": _WORDS_AS_BYTES, "Split": _split("")}  # what a step means that does not say it
+    ignored = {"ByteLevel": {"trim_offsets": True}}  # it changes no token
+    full = [usual.get(step["type"], {}) | step | ignored.get(step["type"], {}) for step in steps]
+    pre = next((name for name, known in PRE_TOKENIZERS.items() if known == full), None)
     if pre is None:
         raise InputError(
-            f"{path}: the pre-tokenizer ({', then '.join(steps)}) is none of those matched to llama.cpp "
-            f"({', '.join(PRE_TOKENIZERS.values())}); {leave_out('gguf')}"
+            f"{path}: the pre-tokenizer ({', then '.join(map(str, steps))}) is none of those matched to llama.cpp "
+            f"({', '.join(PRE_TOKENIZERS)}); {leave_out('gguf')}"
         )
-    normalizers = {step["type"] for step in _steps(spec.get("normalizer"))}
-    if normalizers - {"NFC"}:  # llama.cpp never normalises; text is NFC nearly always
+    kinds = {step["type"] for step in normalizers}
+    if kinds - {"NFC"}:  # llama.cpp never normalises; text is NFC nearly always
         raise InputError(
-            f"{path}: the normalizer {sorted(normalizers)} has no counterpart in GGUF; {leave_out('gguf')}"
+            f"{path}: the normalizer {sorted(kinds)} has no counterpart in GGUF; {leave_out('gguf')}"
         )
-    tokens, types = _table(_entries(spec, vocab_size), path, vocab_size)
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
-    return Vocabulary("gpt2", pre, tokens, types, merges=merges)
+    return pre
 
 
-Entry = tuple[int, str, TokenType]
-"""Id, text and type of a token."""
+def _table(entries: Iterable[Entry], added: Added, path: Path, vocab_size: int) -> Tables:
+    """Token texts and types by id, from entries; rows of the embedding that no token uses are marked unused.
 
-
-def _table(entries: Iterable[Entry], path: Path, vocab_size: int) -> tuple[list[str], list[int]]:
-    """Token texts and types by id; rows of the embedding that no token uses are marked unused."""
+    Added tokens have the last word on their ids: special ones are control tokens, the others are found in any text. Those
+    without a row are left out.
+    """
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [int(TokenType.UNUSED)] * vocab_size
     for index, text, kind in entries:
@@ -199,41 +216,23 @@ def _table(entries: Iterable[Entry], path: Path, vocab_size: int) -> tuple[list[
                 f"{path} has token id {index}, but the model's vocabulary ends at {vocab_size - 1}"
             )
         tokens[index], types[index] = text, int(kind)
-    return tokens, types
+    for token in added:
+        if (index := token["id"]) < vocab_size:
+            kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+            tokens[index], types[index] = token["content"], int(kind)
+    return {"tokens": tokens, "token_type": types}
 
 
-def _entries(spec: Mapping[str, Any], vocab_size: int) -> list[Entry]:
-    """The tokens of a tokenizer.json; an added one has the last word on its id."""
-    normal = [(index, text, TokenType.NORMAL) for text, index in spec["model"]["vocab"].items()]
-    return normal + _added({token["id"]: token for token in spec.get("added_tokens", ())}, vocab_size)
-
-
-def _added(tokens: Mapping[int, Mapping[str, Any]], vocab_size: int) -> list[Entry]:
-    """Special added tokens are control tokens; the others are found in any text. Those without a row are left out."""
-    return [
-        (index, token["content"], TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED)
-        for index, token in tokens.items()
-        if index < vocab_size
-    ]
-
-
-def _sentencepiece_model(model_file: Path, settings: Mapping[str, Any], vocab_size: int) -> Vocabulary:
+def _of_model(model_file: Path, settings: Mapping[str, Any], vocab_size: int) -> Keys:
     """A tokenizer.model alone, and the tokens that tokenizer_config.json adds to it."""
     model = _read_model(model_file)
     # its types have the numbers of GGUF's
     pieces = [(index, piece.piece, TokenType(piece.type)) for index, piece in enumerate(model.pieces)]
-    added = {int(index): token for index, token in settings.get("added_tokens_decoder", {}).items()}
-    entries = [*pieces, *_added(added, vocab_size)]
-    tokens, types = _table(entries, model_file, vocab_size)
+    added = [{"id": int(index), **token} for index, token in settings.get("added_tokens_decoder", {}).items()]
+    tables = _table(pieces, added, model_file, vocab_size)
     scores = [*(piece.score for piece in model.pieces), *[_ADDED_SCORE] * (vocab_size - len(pieces))]
-    for index, _, kind in pieces:
-        if kind == TokenType.UNKNOWN:
-            types[index] = int(kind)
-    prefix = bool(model.normalizer_spec.add_dummy_prefix)
-    vocabulary = _sentencepiece_vocabulary(tokens, types, scores, added.values(), prefix=prefix)
-    vocabulary.add_bos = bool(settings.get("add_bos_token", True))
-    vocabulary.add_eos = bool(settings.get("add_eos_token", False))
-    return vocabulary
+    unknown = next((text for _, text, kind in pieces if kind == TokenType.UNKNOWN), "<unk>")
+    return _sentencepiece(tables, scores, unknown, added, bool(model.normalizer_spec.add_dummy_prefix))
 
 
 def _read_model(model_file: Path) -> Any:
@@ -253,62 +252,34 @@ def _read_model(model_file: Path) -> Any:
     return model
 
 
-def _sentencepiece_vocabulary(
-    tokens: list[str],
-    types: list[int],
-    scores: list[float],
-    added: Iterable[Mapping[str, Any]],
-    *,
-    prefix: bool,
-) -> Vocabulary:
-    """llama.cpp looks for added tokens in the text as it is, before spaces are marked."""
-    for index, kind in enumerate(types):
-        if kind == TokenType.USER_DEFINED:
-            tokens[index] = tokens[index].replace(_SPACE, " ")
+def _sentencepiece(tables: Tables, scores: list[float], unknown: str, added: Added, prefix: bool) -> Keys:
+    """Tokens with their `scores`; llama.cpp looks for added ones in the text as it is, before spaces are marked."""
+    tokens, types = tables["tokens"], tables["token_type"]
+    for index, text in enumerate(tokens):
+        if text == unknown:
+            types[index] = int(TokenType.UNKNOWN)
+        elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            types[index] = int(TokenType.BYTE)
+        elif types[index] == TokenType.USER_DEFINED:
+            tokens[index] = text.replace(_SPACE, " ")
     # whether added tokens take the white space to their right, in a vocabulary that llama.cpp can do that for
     swallows = any(token.get("rstrip") for token in added) and set(tokens) >= _STRIPPERS
-    return Vocabulary(
-        "llama", "default", tokens, types, scores, add_space_prefix=prefix, strips_right=swallows
-    )
+    return {"model": "llama", "pre": "default", **tables, "scores": scores}, prefix, swallows
 
 
-def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file: Path) -> Vocabulary:
-    tokens, types = _table(_entries(spec, vocab_size), path, vocab_size)
-    for index, text in enumerate(tokens):
-        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-            types[index] = int(TokenType.BYTE)
-    unknown = spec["model"].get("unk_token") or "<unk>"
-    if unknown in tokens:
-        types[tokens.index(unknown)] = int(TokenType.UNKNOWN)
-    if model_file.exists():  # tokens added later get a score below those of its pieces
-        known = {piece.piece: float(piece.score) for piece in _read_model(model_file).pieces}
-        scores = [known.get(text, _ADDED_SCORE) for text in tokens]
-    else:
-        scores = _scores_of_merges(spec, path, tokens)
-    prefix = any(
-        step["type"] == "Prepend"
-        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
-        for part in ("normalizer", "pre_tokenizer")
-        for step in _steps(spec.get(part))
-    )
-    return _sentencepiece_vocabulary(tokens, types, scores, spec.get("added_tokens", ()), prefix=prefix)
-
-
-def _scores_of_merges(spec: dict[str, Any], path: Path, tokens: list[str]) -> list[float]:
+def _scores_of_merges(
+    merges: Sequence[Sequence[str]], vocab: Mapping[str, int], path: Path
+) -> dict[str, float]:
     """-rank of the first merge that makes a token.
 
     llama.cpp joins any two neighbours whose text is a token, best score first. That is Hugging Face's result only when the
     merges hold every split of every token into two tokens, as those converted from SentencePiece do.
     """
-    merges = [
-        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
-        for merge in spec["model"]["merges"]
-    ]
-    rank: dict[str, int] = {}
+    scores: dict[str, float] = {}
     for position, (left, right) in enumerate(merges):
-        rank.setdefault(left + right, position)
-    listed, vocab = set(merges), spec["model"]["vocab"]
-    for text in rank:
+        scores.setdefault(left + right, -float(position))
+    listed = {tuple(merge) for merge in merges}
+    for text in scores:
         missing = [
             cut
             for cut in range(1, len(text))
@@ -319,20 +290,4 @@ def _scores_of_merges(spec: dict[str, Any], path: Path, tokens: list[str]) -> li
                 f"{path}: the merges make {text!r} in one way only, and llama.cpp would also join "
                 f"{text[: missing[0]]!r} + {text[missing[0] :]!r}; give the tokenizer.model it was converted from"
             )
-    return [-float(rank[text]) if text in rank else _ADDED_SCORE for text in tokens]
-
-
-def _add_roles(
-    vocabulary: Vocabulary, model_folder: Path, settings: Mapping[str, Any], config: Mapping[str, Any]
-) -> None:
-    """Special ids by their texts in tokenizer_config.json, else by their numbers in config.json; and the chat template."""
-    ids = {text: index for index, text in enumerate(vocabulary.tokens)}
-    for role in ROLES:
-        named = settings.get(f"{role}_token")
-        text = named["content"] if isinstance(named, dict) else named
-        index = ids.get(text) if text is not None else config.get(f"{role}_token_id")
-        if isinstance(index, list):
-            index = index[0]
-        if index is not None and 0 <= index < len(vocabulary.tokens):
-            vocabulary.special_ids[role] = int(index)
-    vocabulary.chat_template = chat_template_of(model_folder, settings)
+    return scores

@@ -49,26 +49,23 @@ def write_tokenizer(folder: Path, file: Path, header: Header) -> None:
     spec = _byte_level(tables) if tables.model == "gpt2" else _sentencepiece(tables)
     tokenizer = JsonTokenizer(file, json.dumps(spec))  # whether the library takes what was made
     write_json(folder / "tokenizer.json", spec)
-    named = {f"{role}_token": tables.tokens[index] for role, index in tables.roles().items()}
     template = header.values.get("tokenizer.chat_template")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": header.values.get(f"{header.values['general.architecture']}.context_length"),
         "clean_up_tokenization_spaces": False,
-        **named,
+        **{f"{role}_token": tables.tokens[index] for role, index in tables.roles.items()},
     }
     if isinstance(template, str) and template:
         settings["chat_template"] = template
         write_text(folder / TEMPLATE_FILE, template)
     write_json(folder / "tokenizer_config.json", settings)
-    ends = [tables.number(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    stops = [index for index in dict.fromkeys(ends) if index is not None]
-    if stops:
-        write_json(folder / "generation_config.json", {"eos_token_id": stops})
+    stops = [tables.number(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     if "chat_template" in settings:
-        closing = closing_id(ChatTokenizer(folder), tokenizer)
-        if closing is not None and closing not in stops:
-            write_json(folder / "generation_config.json", {"eos_token_id": [*stops, closing]})
+        stops.append(closing_id(ChatTokenizer(folder), tokenizer))
+    found = [index for index in dict.fromkeys(stops) if index is not None]
+    if found:
+        write_json(folder / "generation_config.json", {"eos_token_id": found})
 
 
 class Tables:
@@ -89,6 +86,8 @@ class Tables:
         if not all(self.tokens):
             raise InputError(f"{file} has an empty token ({self.tokens.index('')}); {AGAIN}")
         self.types = self.array("token_type", int | float) or [int(TokenType.NORMAL)] * len(self.tokens)
+        ids = {role: self.number(f"{name}_token_id") for role, name in ROLES.items()}
+        self.roles = {role: index for role, index in ids.items() if index is not None}
 
     def value(self, name: str, kind: type[Any], usual: Any) -> Any:
         """What the file says at a key; `usual` where that is of another type, or nothing."""
@@ -107,10 +106,6 @@ class Tables:
             raise InputError(f"{self.file} has tokenizer.ggml.{name} of another type; {AGAIN}")
         return found
 
-    def roles(self) -> dict[str, int]:
-        found = {role: self.number(f"{name}_token_id") for role, name in ROLES.items()}
-        return {role: index for role, index in found.items() if index is not None}
-
     def used(self) -> dict[str, int]:
         """{text: id} of all tokens but those that fill up the table."""
         both = enumerate(zip(self.tokens, self.types, strict=True))
@@ -118,16 +113,9 @@ class Tables:
 
     def added(self) -> list[dict[str, Any]]:
         """The tokens that are looked for in the text before it is split; control tokens are special."""
+        off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         return [
-            {
-                "id": index,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": kind != TokenType.USER_DEFINED,
-            }
+            {"id": index, "content": text, **off, "special": kind != TokenType.USER_DEFINED}
             for index, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
             if kind in _FOUND_IN_TEXT
         ]
@@ -138,7 +126,7 @@ class Tables:
             "bos": self.value("add_bos_token", bool, bos),
             "eos": self.value("add_eos_token", bool, False),
         }
-        used = {role: index for role, index in self.roles().items() if wanted.get(role)}
+        used = {role: index for role, index in self.roles.items() if wanted.get(role)}
         if not used:
             return None
         first, last = (
@@ -158,16 +146,8 @@ class Tables:
 
 
 def _spec(tables: Tables, model: Mapping[str, Any], *, bos: bool, **parts: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-    }
+    absent = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    off = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
     return {
         "version": "1.0",
         "truncation": None,
@@ -177,45 +157,32 @@ def _spec(tables: Tables, model: Mapping[str, Any], *, bos: bool, **parts: Any) 
         "pre_tokenizer": None,
         **parts,
         "post_processor": tables.ends(bos=bos),
-        "model": {**usual, **model},
+        "model": {"type": "BPE", **absent, **off, **model},
     }
 
 
 def _byte_level(tables: Tables) -> dict[str, Any]:
     pre = tables.value("pre", str, "none")
-    steps = next((steps for steps, name in PRE_TOKENIZERS.items() if name == _ALIASES.get(pre, pre)), None)
+    steps = PRE_TOKENIZERS.get(_ALIASES.get(pre, pre))
     if steps is None:
         raise InputError(
-            f"{tables.file} splits text with the pre-tokenizer {pre[:40]!r}; {', '.join(PRE_TOKENIZERS.values())} are known: "
+            f"{tables.file} splits text with the pre-tokenizer {pre[:40]!r}; {', '.join(PRE_TOKENIZERS)} are known: "
             "give the model's folder or hub id instead"
         )
-    merges = tables.array("merges", str)
     vocabulary = tables.used()
-    for merge in merges:
-        left, space, right = merge.partition(" ")
-        if not space or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+    pairs = [merge.split(" ", 1) for merge in tables.array("merges", str)]
+    for pair in pairs:
+        if len(pair) < 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
             raise InputError(
-                f"{tables.file} has the merge {merge[:60]!r}, whose parts or result are no tokens; {AGAIN}"
+                f"{tables.file} has the merge {' '.join(pair)[:60]!r}, whose parts or result are no tokens; {AGAIN}"
             )
-    pairs = [merge.split(" ", 1) for merge in merges]
     return _spec(
         tables,
         {"ignore_merges": pre in _WHOLE_WORDS, "vocab": vocabulary, "merges": pairs},
         bos=pre in _WHOLE_WORDS,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [_step(step) for step in steps]},
+        pre_tokenizer={"type": "Sequence", "pretokenizers": steps},
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     )
-
-
-def _step(name: str) -> dict[str, Any]:
-    """The pre-tokenizer of a word in PRE_TOKENIZERS."""
-    if name == "single digits":
-        return {"type": "Digits", "individual_digits": True}
-    if name.startswith("split "):
-        pattern = {"Regex": name.removeprefix("split ")}
-        return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    regex = name == "bytes with regex"
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": regex}
 
 
 def _sentencepiece(tables: Tables) -> dict[str, Any]:

@@ -32,17 +32,10 @@ from edgespec_export.verify.hard_texts import Comparison, compare, torture_set
 from edgespec_export.verify.tokenizer_files import FolderTokenizer, GgufTokenizer, JsonTokenizer
 
 REPLY = "An answer"
-_TABLES = {
-    "tokens": "tokens",
-    "types": "token_type",
-    "scores": "scores",
-    "merges": "merges",
-    "model": "model",
-    "pre": "pre",
-    "add_bos": "add_bos_token",
-    "add_eos": "add_eos_token",
-    "add_space_prefix": "add_space_prefix",
-}
+_TABLES = (
+    *("tokens", "token_type", "scores", "merges", "model", "pre"),
+    *("add_bos_token", "add_eos_token", "add_space_prefix"),
+)
 
 
 @dataclass
@@ -200,19 +193,20 @@ def _check_gguf(
 
 def _compare_tables(check: TokenizerCheck, source: Source, file: Path) -> None:
     wanted, stored = read_vocabulary(source.folder, source.config), partial(metadata, file, read_header(file))
-    for name, key in _TABLES.items():
-        if name == "scores" and not source.whole:
+    for key in _TABLES:
+        if key == "scores" and not source.whole:
             continue  # they come from the tokenizer.model, which a bundle does not carry
-        mine, theirs = getattr(wanted, name), stored(f"tokenizer.ggml.{key}")
+        mine, theirs = wanted.keys.get(key), stored(f"tokenizer.ggml.{key}")
         if isinstance(mine, list) and isinstance(theirs, list):
-            place = _first_difference(mine, theirs, exact=name != "scores")
+            place = _first_difference(mine, theirs, exact=key != "scores")
             if place is not None:
                 values = [column[place] if place < len(column) else None for column in (theirs, mine)]
                 check.broken.append(f"{key}[{place}] is {values[0]!r:.60} instead of {values[1]!r:.60}")
         elif (mine or None) != (theirs or None):
             check.broken.append(f"{key} is {theirs!r:.60} instead of {mine!r:.60}")
     for role, word in ROLES.items():
-        mine, theirs = wanted.special_ids.get(role), stored(f"tokenizer.ggml.{word}_token_id")
+        key = f"{word}_token_id"
+        mine, theirs = wanted.keys.get(key), stored(f"tokenizer.ggml.{key}")
         if mine != theirs and (source.whole or mine is not None):
             check.broken.append(f"{role}_token_id is {theirs} instead of {mine}")
     if (stored("tokenizer.chat_template") or None) != (wanted.chat_template or None):

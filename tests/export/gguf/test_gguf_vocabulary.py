@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_export.gguf.vocabulary import _GPT_4O, _LLAMA3, _QWEN2, _TEKKEN, read_vocabulary
+from edgespec_export.gguf.vocabulary import _GPT_4O, _LLAMA3, _QWEN2, _TEKKEN, Vocabulary, read_vocabulary
 from gguf import GGUFReader
 from gguf_fields import gguf_field
 from gguf_tokenizers import LLAMA2, merged, sentencepiece_folder, vectors, written
@@ -32,6 +32,11 @@ def original(shared: Path, name: str) -> dict[str, Any]:
     return {part: gguf_field(reader, f"tokenizer.ggml.{part}") for part in names}
 
 
+def settings_of(vocabulary: Vocabulary) -> dict[str, Any]:
+    """What it says beside its tables."""
+    return {name: value for name, value in vocabulary.keys.items() if not isinstance(value, list)}
+
+
 @pytest.mark.parametrize("source", ["tokenizer.model", "tokenizer.json", "both"])
 @pytest.mark.llamacpp
 def test_llama_2(shared: Path, tmp_path: Path, source: str) -> None:
@@ -43,12 +48,14 @@ def test_llama_2(shared: Path, tmp_path: Path, source: str) -> None:
     if source == "tokenizer.json":
         (folder / "tokenizer.model").unlink()
     vocabulary = read_vocabulary(folder, {"vocab_size": 32000})
-    assert vocabulary.tokens == wanted["tokens"]
-    assert vocabulary.types == wanted["token_type"]
-    assert (vocabulary.add_bos, vocabulary.add_eos, vocabulary.add_space_prefix) == (True, False, True)
-    assert vocabulary.special_ids == {"bos": 1, "eos": 2, "unk": 0}
+    assert vocabulary.keys["tokens"] == wanted["tokens"]
+    assert vocabulary.keys["token_type"] == wanted["token_type"]
+    assert settings_of(vocabulary) == {
+        **{"model": "llama", "pre": "default", "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
+        **{"add_bos_token": True, "add_eos_token": False, "add_space_prefix": True},
+    }
     if source != "tokenizer.json":  # merges give ranks, in the same order
-        assert vocabulary.scores == pytest.approx(wanted["scores"])
+        assert vocabulary.keys["scores"] == pytest.approx(wanted["scores"])
     with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
         for text, ids in vectors(shared, "llama-spm"):
             assert split(text) == ids, text
@@ -72,11 +79,15 @@ def test_phi_3(shared: Path, tmp_path: Path) -> None:
     settings = {**LLAMA2, "eos_token": "<|endoftext|>", "added_tokens_decoder": added}
     folder = sentencepiece_folder(shared, tmp_path / "model", settings)
     vocabulary = read_vocabulary(folder, {"vocab_size": len(texts)})
-    assert vocabulary.tokens == texts
-    assert vocabulary.types[1:32011] == wanted["token_type"][1:32011]
-    assert vocabulary.types[0] == TYPES["unknown"]  # "control" there; llama.cpp treats both alike
-    assert set(vocabulary.types[32011:]) == {TYPES["unused"]}  # an older converter wrote "unknown"
-    assert vocabulary.special_ids["eos"] == wanted["eos_token_id"] == 32000
+    assert vocabulary.keys["tokens"] == texts
+    assert vocabulary.keys["token_type"][1:32011] == wanted["token_type"][1:32011]
+    assert (
+        vocabulary.keys["token_type"][0] == TYPES["unknown"]
+    )  # "control" there; llama.cpp treats both alike
+    assert set(vocabulary.keys["token_type"][32011:]) == {
+        TYPES["unused"]
+    }  # an older converter wrote "unknown"
+    assert vocabulary.keys["eos_token_id"] == wanted["eos_token_id"] == 32000
     assert vocabulary.strips_right
     with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
         for text, ids in vectors(shared, "phi-3"):
@@ -95,10 +106,13 @@ def test_gpt_2(shared: Path, tmp_path: Path) -> None:
     tokenizer.add_special_tokens(["<|endoftext|>"])
     save_plain(tokenizer, tmp_path, {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"})
     vocabulary = read_vocabulary(tmp_path, {"vocab_size": 50257})
-    assert vocabulary.pre == "gpt-2"
-    assert vocabulary.tokens == wanted["tokens"]
-    assert vocabulary.merges == wanted["merges"]
-    assert vocabulary.special_ids == {"bos": 50256, "eos": 50256}
+    assert vocabulary.keys["pre"] == "gpt-2"
+    assert vocabulary.keys["tokens"] == wanted["tokens"]
+    assert vocabulary.keys["merges"] == wanted["merges"]
+    assert settings_of(vocabulary) == {
+        **{"model": "gpt2", "pre": "gpt-2", "bos_token_id": 50256, "eos_token_id": 50256},
+        **{"add_bos_token": False, "add_eos_token": False, "add_space_prefix": False},
+    }
     with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
         for text, ids in vectors(shared, "gpt-2"):
             assert split(text) == ids == tokenizer.encode(text).ids, text
@@ -139,7 +153,7 @@ def test_pre_tokenizers(shared: Path, tmp_path: Path, name: str) -> None:
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[name]()
     save_tokenizer(tmp_path, tokenizer)
     vocabulary = read_vocabulary(tmp_path, {"vocab_size": 512})
-    assert vocabulary.pre == name
+    assert vocabulary.keys["pre"] == name
     texts = HARD + [text for vector in ("qwen2", "llama-bpe") for text, _ in vectors(shared, vector)]
     with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
         for text in texts:
@@ -153,9 +167,18 @@ def test_added_tokens(tmp_path: Path) -> None:
     tokenizer.add_tokens([AddedToken("<think>", special=False)])
     save_tokenizer(tmp_path, tokenizer)
     vocabulary = read_vocabulary(tmp_path, {"vocab_size": 520})
-    assert (vocabulary.tokens[512], vocabulary.types[512]) == ("<think>", TYPES["user defined"])
-    assert (vocabulary.tokens[1], vocabulary.types[1]) == ("<|im_start|>", TYPES["control"])
-    assert (vocabulary.tokens[519], vocabulary.types[519]) == ("[PAD519]", TYPES["unused"])
+    assert (vocabulary.keys["tokens"][512], vocabulary.keys["token_type"][512]) == (
+        "<think>",
+        TYPES["user defined"],
+    )
+    assert (vocabulary.keys["tokens"][1], vocabulary.keys["token_type"][1]) == (
+        "<|im_start|>",
+        TYPES["control"],
+    )
+    assert (vocabulary.keys["tokens"][519], vocabulary.keys["token_type"][519]) == (
+        "[PAD519]",
+        TYPES["unused"],
+    )
     with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
         assert split("<think><|im_start|>", parse_special=True) == [512, 1]
         assert split("<think>a") == tokenizer.encode("<think>a").ids
@@ -171,8 +194,8 @@ def test_an_added_token_without_a_row_is_left_out(shared: Path, tmp_path: Path) 
     pieces = sentencepiece_folder(shared, tmp_path / "model", {**LLAMA2, "added_tokens_decoder": added})
     for folder, rows in ((tmp_path, 512), (pieces, 32000)):
         vocabulary = read_vocabulary(folder, {"vocab_size": rows})
-        assert len(vocabulary.tokens) == rows
-        assert "<image>" not in vocabulary.tokens
+        assert len(vocabulary.keys["tokens"]) == rows
+        assert "<image>" not in vocabulary.keys["tokens"]
     with pytest.raises(InputError, match="token id 511, but the model's vocabulary ends at 510"):
         read_vocabulary(tmp_path, {"vocab_size": 511})
 
@@ -181,7 +204,7 @@ def test_padding_of_a_file_is_no_end_of_a_text(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer(512)
     tokenizer.enable_padding(length=8, pad_id=2, pad_token="<|im_end|>")
     save_plain(tokenizer, tmp_path, {"eos_token": "<|im_end|>"})
-    assert not read_vocabulary(tmp_path, {"vocab_size": 512}).add_eos
+    assert not read_vocabulary(tmp_path, {"vocab_size": 512}).keys["add_eos_token"]
 
 
 @pytest.mark.llamacpp

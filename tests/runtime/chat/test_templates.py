@@ -214,7 +214,7 @@ def llama2(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("llama2")
     folder = sentencepiece_folder(shared, place / "model", LLAMA2)
     vocabulary = read_vocabulary(folder, {"vocab_size": 32000})
-    tokenizer = merged(vocabulary.tokens, vocabulary.scores)
+    tokenizer = merged(vocabulary.keys["tokens"], vocabulary.keys["scores"])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
