@@ -47,50 +47,43 @@ def write_hyperparameters(
     return _write_rope(writer, family, shape, config, notes)
 
 
-def _check(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> None:
-    def refuse(what: str, wanted: str) -> None:
-        raise InputError(
-            f"the model has {what}, and llama.cpp's {family.gguf!r} needs {wanted}; {leave_out('gguf')}"
-        )
+def _refused(family: Family, what: str, wanted: str) -> InputError:
+    return InputError(
+        f"the model has {what}, and llama.cpp's {family.gguf!r} needs {wanted}; {leave_out('gguf')}"
+    )
 
+
+def _check(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> None:
     activation, wanted_activation = family.activation(config), family.hidden_activation or "silu"
     if activation != wanted_activation:
-        refuse(f"the activation {activation!r}", repr(wanted_activation))
+        raise _refused(family, f"the activation {activation!r}", repr(wanted_activation))
     if not shape.tied and not family.untied:
-        refuse("an output head of its own", "one tied to the embedding")
+        raise _refused(family, "an output head of its own", "one tied to the embedding")
     if family.full_width_heads and shape.heads * shape.head_dim != shape.hidden:
-        refuse(
-            f"{shape.heads} heads of {shape.head_dim}", f"heads that make up the hidden size {shape.hidden}"
-        )
-    caps = {name: config.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-    for name, value in caps.items():
-        if family.soft_caps and not value:
-            refuse(f"no {name}", "one")
-        if not family.soft_caps and value:
-            refuse(f"{name} {value}", "none")
+        seen = f"{shape.heads} heads of {shape.head_dim}"
+        raise _refused(family, seen, f"heads that make up the hidden size {shape.hidden}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if bool(value := config.get(name)) != family.soft_caps:
+            seen, needed = (f"{name} {value}", "none") if value else (f"no {name}", "one")
+            raise _refused(family, seen, needed)
     scalar = config.get("query_pre_attn_scalar")
     wide = family.large_scale_layers == shape.layers
     wanted = shape.hidden // shape.heads if wide else shape.head_dim
     if scalar is not None and scalar != wanted:
-        refuse(f"query_pre_attn_scalar {scalar}", f"{wanted}")
-    if list(map(bool, rotated_layers(family, config, shape.layers))) != _rotated(
-        family.nope_period, shape.layers
-    ):
+        raise _refused(family, f"query_pre_attn_scalar {scalar}", f"{wanted}")
+    if rotated_layers(family, config, shape.layers) != rotated_layers(family, {}, shape.layers):
         told = next(name for name in ("no_rope_layers", "no_rope_layer_interval") if config.get(name))
         every = f"every layer but each {family.nope_period}th" if family.nope_period else "every layer"
-        refuse(f"{told} {config[told]}", f"RoPE in {every}")
+        raise _refused(family, f"{told} {config[told]}", f"RoPE in {every}")
     if config.get("use_bidirectional_attention"):
-        refuse("attention in both directions", "causal attention")
+        raise _refused(family, "attention in both directions", "causal attention")
 
 
-def rotated_layers(family: Family, config: Mapping[str, Any], layers: int) -> list[int]:
-    """0 for each layer without RoPE, 1 for the others: as config.json lists them, else by its period or the family's own."""
+def rotated_layers(family: Family, config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Whether each layer has RoPE: as config.json lists them, else by its period or the family's own."""
+    if listed := config.get("no_rope_layers"):
+        return [bool(rotated) for rotated in listed]
     period = family.nope_period and int(config.get("no_rope_layer_interval") or family.nope_period)
-    return list(config.get("no_rope_layers") or _rotated(period, layers))
-
-
-def _rotated(period: int, layers: int) -> list[bool]:
-    """False for each `period`-th layer; 0: for none."""
     return [not period or (layer + 1) % period != 0 for layer in range(layers)]
 
 
@@ -103,20 +96,16 @@ def _write_window(
         if not window or window >= shape.context_length:
             return shape.context_length
         if shape.rope_border is not None:
-            raise InputError(
-                f"the model has a sliding window of {window} and RoPE factors that change at {shape.rope_border} tokens; "
-                f"llama.cpp's {family.gguf!r} attends in full: {leave_out('gguf')}"
-            )
+            seen = f"a sliding window of {window} and RoPE factors that change at {shape.rope_border} tokens"
+            raise _refused(family, seen, "full attention")
         notes.append(
             f"the context is cut from {shape.context_length} to the sliding window of {window}: llama.cpp attends in full"
         )
         return int(window)
     period = _period(family, shape, config)
     if not window or not period:
-        raise InputError(
-            f"llama.cpp's {family.gguf!r} needs a sliding window in all layers but every n-th; the model has "
-            f"sliding_window {window} and layer_types {config.get('layer_types')}; {leave_out('gguf')}"
-        )
+        seen = f"sliding_window {window} and layer_types {config.get('layer_types')}"
+        raise _refused(family, seen, "a sliding window in all layers but every n-th")
     writer.add_sliding_window(int(window))
     if period != family.window_period:
         writer.add_sliding_window_pattern(period)
@@ -140,50 +129,41 @@ def _write_rope(
     rope, sliding = rope_of(config)
     local = sliding or {"rope_theta": config.get("rope_local_base_freq"), "rope_type": "default"}
     if local["rope_type"] != "default":
-        raise InputError(
-            f"RoPE scaling {local['rope_type']!r} of sliding layers is not known; known: default"
-        )
+        raise _refused(family, f"RoPE scaling {local['rope_type']!r} of sliding layers", "'default'")
     partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     if partial != 1.0 and not family.partial_rotary:
-        raise InputError(
-            f"the model has partial_rotary_factor {partial}; llama.cpp's {family.gguf!r} needs 1.0"
-        )
+        raise _refused(family, f"partial_rotary_factor {partial}", "1.0")
     rotated = int(shape.head_dim * partial)
-    theta = shape.rope_theta
     writer.add_rope_dimension_count(rotated)
-    writer.add_rope_freq_base(theta)
+    writer.add_rope_freq_base(shape.rope_theta)
     if family.window_theta:
         writer.add_rope_freq_base_swa(float(local.get("rope_theta") or 10000.0))
     kind = "longrope" if rope["rope_type"] in LONGROPE else rope["rope_type"]
     if kind not in family.gguf_rope:
-        raise InputError(
-            f"RoPE scaling {kind!r} has no counterpart in llama.cpp's {family.gguf!r}; known: {', '.join(family.gguf_rope)}"
-        )
+        raise _refused(family, f"RoPE scaling {kind!r}", f"one of {', '.join(family.gguf_rope)}")
     if kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(float(rope["factor"]))
     if kind == "yarn":
-        _write_yarn(writer, rope, shape)
+        _write_yarn(writer, family, rope, shape)
     if kind == "dynamic":
         notes.append(
             f"the RoPE base grows beyond {shape.context_length} tokens in torch and not in llama.cpp: the context ends there"
         )
     if kind == "llama3":
-        return {ROPE_FACTORS: np.array([*llama3_divisors(rope, theta, rotated)], np.float32)}
+        divisors = [*llama3_divisors(rope, shape.rope_theta, rotated)]
+        return {ROPE_FACTORS: np.array(divisors, np.float32)}
     return _write_longrope(writer, rope, shape, rotated, notes) if kind == "longrope" else {}
 
 
-def _write_yarn(writer: GGUFWriter, rope: Mapping[str, Any], shape: ModelShape) -> None:
+def _write_yarn(writer: GGUFWriter, family: Family, rope: Mapping[str, Any], shape: ModelShape) -> None:
     """YaRN (Peng et al. 2023): llama.cpp has torch's ramp between kept and stretched frequencies, and its factor on cos and sin.
 
     That factor is 1 + 0.1 ln(factor) in llama.cpp; what a config says instead is written relative to it.
     """
     factor = float(rope["factor"])
     if not rope.get("truncate", True):
-        raise InputError(
-            "the model has YaRN with truncate false, and llama.cpp rounds the ends of its ramp; "
-            f"{leave_out('gguf')}"
-        )
+        raise _refused(family, "YaRN with truncate false", "the ends of its ramp rounded")
 
     def stretched(share: float = 1.0) -> float:
         return 1.0 + 0.1 * share * math.log(factor) if factor > 1 else 1.0

@@ -143,8 +143,12 @@ def test_hyperparameters_of_gemma(tmp_path: Path) -> None:
         ("llama", {"model_type": "gemma"}, "'gemma' model; GGUF export knows llama, mistral, .*phi3"),
         ("llama", {"model_type": "gemma3"}, "'gemma3' model; GGUF export knows llama, mistral, .*phi3"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu', and llama.cpp's 'llama' needs 'silu'"),
-        ("llama", {"rope_parameters": {**YARN, "rope_type": "ntk"}}, "'ntk' has no .*default, linear"),
-        ("gemma2", {"rope_parameters": YARN}, "'yarn' has no counterpart in llama.cpp's 'gemma2'"),
+        (
+            "llama",
+            {"rope_parameters": {**YARN, "rope_type": "ntk"}},
+            "'ntk', and .* needs one of default, linear",
+        ),
+        ("gemma2", {"rope_parameters": YARN}, "'yarn', and llama.cpp's 'gemma2' needs one of default"),
         ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "truncate false, .*--export.gguf ''"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 1]}, r"no_rope_layers .*each 4th"),
         (
@@ -153,7 +157,7 @@ def test_hyperparameters_of_gemma(tmp_path: Path) -> None:
             "no_rope_layer_interval 2, and .*each 4th",
         ),
         ("llama", {"no_rope_layers": [1, 0]}, r"no_rope_layers \[1, 0\], and .* needs RoPE in every layer"),
-        ("qwen2", {"rope_scaling": LLAMA3}, "'llama3' has no counterpart in llama.cpp's 'qwen2'"),
+        ("qwen2", {"rope_scaling": LLAMA3}, "'llama3', and llama.cpp's 'qwen2' needs one of default"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         ("gemma2", {"attn_logit_softcapping": None}, "no attn_logit_softcapping"),
