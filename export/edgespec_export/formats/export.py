@@ -88,11 +88,10 @@ def exported_files(
     """
     found: list[ExportedFile] = []
     for role in ROLES:
-        if head and role == "drafter":
-            path, targets = folder / role / f"head-{HEAD_PRECISION}", list(found)
-            found += [ExportedFile(role, *file.key, path, HEAD_PRECISION, is_head=True) for file in targets]
-            break
         place = folder / role
+        if head and role == "drafter":
+            path = place / f"head-{HEAD_PRECISION}"
+            return found + [ExportedFile(role, *one.key, path, HEAD_PRECISION, is_head=True) for one in found]
         found += [ExportedFile(role, "onnxruntime", name, place / f"onnx-{name}") for name in options.onnx]
         names = {name: name for name in options.gguf}
         if own is not None and options.gguf:
@@ -121,21 +120,22 @@ def export_pair(
     from edgespec_export.bits.files import Mixed
     from edgespec_export.gguf.to_gguf import export_gguf
     from edgespec_export.npu.to_npu import export_static
+    from edgespec_export.onnx.by_layers import export_int4
     from edgespec_export.onnx.head_graph import export_head
+    from edgespec_export.onnx.joined_states import export_for_head
+    from edgespec_export.onnx.to_onnx import export_onnx
 
     sources = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
     own, head = own_file(target_folder), is_head(drafter_folder)
+    reader = drafter_folder if head else None  # of the states that the target's graphs then give
     files = exported_files(out, options, own, head=head)
     notes_file = out / "notes.json"
     results: dict[str, Any] = read_json(notes_file) if notes_file.exists() else {}
     done = [file for file in files if file.path.exists()]
-    subset = None if head else subset_of(target_folder, drafter_folder)
-    subsets = {"target": None, "drafter": subset}
-    mixed = (
-        {role: Mixed(folder, role, texts, options, subsets[role]) for role, folder in sources.items()}
-        if texts
-        else {}
-    )
+    subsets = {"target": None, "drafter": None if head else subset_of(target_folder, drafter_folder)}
+    mixed = {
+        role: Mixed(source, role, texts, options, subsets[role]) for role, source in sources.items() if texts
+    }
     with progress("export", len(files), "files", done=len(done)) as bar:
         for file in files:
             if file.path.exists():  # done before, or a head's folder that stands for several files
@@ -151,8 +151,13 @@ def export_pair(
                 raise InputError(
                     f"a {file.held} file needs text that the target wrote; give a build, or other precisions"
                 )
+            elif file.held == MIXED["onnx"]:
+                made = mixed[file.role].onnx(file.path, reader)
             elif file.engine == "onnxruntime":
-                made = _export_graphs(source, file, mixed.get(file.role), drafter_folder if head else None)
+                export: Any = (
+                    export_int4 if file.held == "int4" else partial(export_onnx, precision=file.held)
+                )
+                made = export_for_head(reader, file.path, partial(export, source, log=log_of(file.path)))
             elif own is not None and file.role == "target":
                 own.copy(file.path)
                 made = {"bytes": own.bytes, "notes": [f"the target's own file, unchanged ({own.path.name})"]}
@@ -166,20 +171,6 @@ def export_pair(
     return {"files": len(files), "exported": results}
 
 
-def _export_graphs(source: Path, file: ExportedFile, mixed: Any, head: Path | None) -> dict[str, Any]:
-    """Write a model's graphs. `mixed`: bits.files.Mixed for a mixed file; `head`: of a drafter that reads their states."""
-    from edgespec_export.onnx.by_layers import export_int4
-    from edgespec_export.onnx.joined_states import export_for_head
-    from edgespec_export.onnx.to_onnx import export_onnx
-
-    if file.held == MIXED["onnx"]:
-        made: dict[str, Any] = mixed.onnx(file.path, head)
-        return made
-    export: Callable[..., dict[str, Any]]
-    export = export_int4 if file.held == "int4" else partial(export_onnx, precision=file.precision)
-    return export_for_head(head, file.path, partial(export, source, log=log_of(file.path)))
-
-
 def check_possible(target: Path, drafter: ModelShape | Path | None, options: ExportOptions) -> list[str]:
     """Whether two models can be had in every precision asked for: the exporters are asked, before anything is trained.
 
@@ -188,8 +179,10 @@ def check_possible(target: Path, drafter: ModelShape | Path | None, options: Exp
     Raises InputError naming what stands against it: family, RoPE, activation, windows, biases, tokenizer, head sizes, rows that
     are no whole blocks.
     """
+    from gguf.constants import GGML_QUANT_SIZES
+
     from edgespec_export.bits.choose import budget_of
-    from edgespec_export.gguf.quantize import K_BLOCK, PRECISIONS
+    from edgespec_export.gguf.quantize import PRECISIONS
     from edgespec_export.onnx import head_graph
 
     budget_of(options.bits, options.size, options.quality)
@@ -228,9 +221,9 @@ def check_possible(target: Path, drafter: ModelShape | Path | None, options: Exp
         for precision in written:
             if precision == MIXED["gguf"]:  # says so itself, tensor by tensor
                 continue
-            block = K_BLOCK if PRECISIONS[precision].by_llama_cpp else BLOCK_SIZE
+            block = GGML_QUANT_SIZES[PRECISIONS[precision].kind][0]
             odd = [size for size in rows if size % block]
-            if odd and precision not in ("f32", "f16", "bf16"):
+            if odd:
                 notes.append(
                     f"{name} has rows of {', '.join(map(str, odd))}, no multiples of {block}: in {precision} their matrices will "
                     "have another type"
@@ -263,38 +256,22 @@ def streamed_bytes(file: ExportedFile, *, fast: bool = False) -> int:
     drafter runs from that graph in either mode.
     """
     if file.engine == "llama.cpp" and not file.is_head:
-        tables = _gguf_tables(file)
-    else:
-        tables = _onnx_tables(file, file.fast_graph if fast or file.role == "drafter" else None)
-    return sum(size // rows for size, rows in tables)
-
-
-def _gguf_tables(file: ExportedFile) -> list[tuple[int, int]]:
-    """(bytes, how many rows share them) of every tensor; 1 where a token reads it whole."""
-    tensors = read_header(file.path).tensors
-    untied = "output.weight" in tensors
-    return [
-        (tensor.size, tensor.shape[0] if untied and name == "token_embd.weight" else 1)
-        for name, tensor in tensors.items()
-    ]
-
-
-def _onnx_tables(file: ExportedFile, fast_graph: Path | None) -> list[tuple[int, int]]:
+        tensors = read_header(file.path).tensors
+        table = "token_embd.weight" if "output.weight" in tensors else ""
+        return sum(one.size // (one.shape[0] if name == table else 1) for name, one in tensors.items())
     import onnx
 
-    def size(tensor: Any) -> int:
-        if not static and tensor.name.endswith(WIDENED if fast_graph is None else HALVES):
-            return 4 * int(math.prod(tensor.dims))
-        external = {entry.key: entry.value for entry in tensor.external_data}
-        return int(external.get("length", len(tensor.raw_data)))
-
-    def by_row(name: str) -> bool:
-        return name.removesuffix("_F16") in BY_ROW or name.startswith(EMBEDDING)
-
     static = file.engine == "static" and not file.is_head
-    name = "step.onnx" if static else "model.onnx"
-    graph = onnx.load(fast_graph or file.path / name, load_external_data=False).graph
-    return [
-        (size(tensor), tensor.dims[0] if tensor.dims and by_row(tensor.name) else 1)
-        for tensor in graph.initializer
-    ]
+    fast_graph = file.fast_graph if fast or file.role == "drafter" else None
+    widened = () if static else WIDENED if fast_graph is None else (HALVES,)
+
+    def size(tensor: Any) -> int:
+        name, external = tensor.name, {entry.key: entry.value for entry in tensor.external_data}
+        whole = int(external.get("length", len(tensor.raw_data)))
+        if name.endswith(widened):
+            whole = 4 * math.prod(tensor.dims)
+        by_row = name.removesuffix(HALVES) in BY_ROW or name.startswith(EMBEDDING)
+        return whole // tensor.dims[0] if by_row and tensor.dims else whole
+
+    graph = fast_graph or file.path / ("step.onnx" if static else "model.onnx")
+    return sum(map(size, onnx.load(graph, load_external_data=False).graph.initializer))
