@@ -7,13 +7,14 @@ should be the same but for the last block of a reply. Above 0 edgespec runs the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions, numbered, plain
 from edgespec_runtime.engines.exactness import FAST
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
@@ -27,7 +28,6 @@ from edgespec.core.table import table
 from edgespec.model_folder.check import check_model
 from edgespec_export.other_engines.engines import (
     Answer,
-    Draw,
     GenAi,
     LlamaCppPython,
     OtherEngine,
@@ -38,6 +38,7 @@ from edgespec_export.other_engines.llamacpp import SERVER, LlamaServer, LlamaSpe
 from edgespec_export.other_engines.other_engines import CHECKPOINT, DRAFT_LENGTH, GENAI_SETTINGS
 
 GENAI, PYTHON, TRANSFORMERS, BINARY = GenAi.name, LlamaCppPython.name, Transformers.name, "llama.cpp"
+ENGINES = (GENAI, PYTHON, BINARY, TRANSFORMERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,8 @@ class Options:
         positional=True,
     )
     engines: tuple[str, ...] = knob(
-        (), "which engines (default: those the bundle and the flags below allow)",
-        choices=(GENAI, PYTHON, BINARY, TRANSFORMERS),
-    )  # fmt: skip
+        (), "which engines (default: those the bundle and the flags below allow)", choices=ENGINES
+    )
     target: str = knob(
         "", "the target's model folder, for transformers; the bundle has only the drafter's weights"
     )
@@ -62,12 +62,6 @@ class Options:
         0.0, "of both; above 0 texts are drawn and differ, and only the acceptance is compared", at_least=0.0
     )
     json: str = json_knob()
-
-
-@dataclass(frozen=True)
-class Prompt:
-    ids: list[int]
-    rendered: str
 
 
 @dataclass(frozen=True)
@@ -98,29 +92,27 @@ class Compared:
 
     def row(self) -> tuple[str, ...]:
         """Tokens per pass and acceptance of both; for equal texts the engine's passes are taken over edgespec's tokens."""
-        counts = [one.counts for one in self.ours]
-        emitted = sum(one.emitted for one in counts)
+        mine = RawCounts()
+        for one in self.ours:
+            mine.add(one.counts)
         # with the stop token, which a reply that was cut does not have
-        theirs = sum(
-            min(len(answer.tokens) + 1, self.max_new_tokens) if answer.tokens is not None else 0
-            for answer in self.answers
+        lengths = [len(answer.tokens) + 1 for answer in self.answers if answer.tokens is not None]
+        emitted = sum(min(length, self.max_new_tokens) for length in lengths) if self.drawn else 0
+        passes, accepted, drafted, tested = (
+            sum(getattr(answer, name) or 0 for answer in self.answers)
+            for name in ("passes", "accepted", "drafted", "tested")
         )
-        accepted, drafted, tested = (
-            sum(value for answer in self.answers if (value := getattr(answer, name)) is not None)
-            for name in ("accepted", "drafted", "tested")
-        )
-        mine = sum(sum(one.accepted) for one in counts)
         return (
             self.name,
             self.files,
             self.rule,
             "" if self.drawn else f"{self.same}/{len(self.ours)}",
-            f"{(theirs if self.drawn and theirs else emitted) / sum(answer.passes for answer in self.answers):.2f}",
-            f"{emitted / sum(one.blocks for one in counts):.2f}",
+            f"{(emitted or mine.emitted) / passes:.2f}",
+            f"{mine.block_efficiency:.2f}",
             f"{accepted / tested:.3f}" if tested else "",
-            f"{mine / sum(sum(one.tested) for one in counts):.3f}",
+            f"{mine.acceptance_rate:.3f}",
             f"{accepted / drafted:.3f}" if accepted and drafted else "",
-            f"{mine / sum(one.drafted for one in counts):.3f}",
+            f"{sum(mine.accepted) / mine.drafted:.3f}",
         )
 
 
@@ -157,34 +149,30 @@ def run(given: dict[str, Any]) -> int:
 
 def chosen(options: Options, manifest: Manifest) -> list[str]:
     """The engines to run, in the order of the table. Raises InputError where one asked for lacks a file or a flag."""
-    onnx = "" if GENAI_SETTINGS in manifest.files else f"the bundle has no ONNX pair with a {GENAI_SETTINGS}"
-    gguf = "" if gguf_precision(manifest) else "the bundle has no pair of GGUF files"
-    checkpoint = (
-        ""
-        if manifest.lists(CHECKPOINT)
-        else f"the bundle has no {CHECKPOINT}; a device's bundle goes without it: export without --device"
-    )
-    wanting = {
-        GENAI: onnx,
-        PYTHON: gguf,
-        BINARY: gguf if options.llama_binary else "give --llama-binary PATH",
-        TRANSFORMERS: checkpoint
-        or ("" if options.target else "give --target FOLDER, the target's own weights"),
-    }
+    lacks = {}
+    if GENAI_SETTINGS not in manifest.files:
+        lacks[GENAI] = f"the bundle has no ONNX pair with a {GENAI_SETTINGS}"
+    if not gguf_precision(manifest):
+        lacks[PYTHON] = lacks[BINARY] = "the bundle has no pair of GGUF files"
+    if not options.llama_binary:
+        lacks[BINARY] = "give --llama-binary PATH"
+    if not options.target:
+        lacks[TRANSFORMERS] = "give --target FOLDER, the target's own weights"
+    if not manifest.lists(CHECKPOINT):
+        lacks[TRANSFORMERS] = (
+            f"the bundle has no {CHECKPOINT}; a device's bundle goes without it: export without --device"
+        )
     for name in options.engines or [TRANSFORMERS] * bool(options.target):
-        if wanting[name]:
-            raise InputError(f"{name} cannot run here: {wanting[name]}")
+        if name in lacks:
+            raise InputError(f"{name} cannot run here: {lacks[name]}")
     if options.llama_binary:
         program_of(Path(options.llama_binary).expanduser())
     if options.target:
         check_model(Path(options.target).expanduser(), "the target")
-    names = [
-        name for name in wanting if name in options.engines or (not options.engines and not wanting[name])
-    ]
+    names = [name for name in ENGINES if name not in lacks and name in (options.engines or ENGINES)]
     if not names:
-        raise InputError(
-            f"no engine can run this bundle: {'; '.join(f'{n}: {w}' for n, w in wanting.items())}"
-        )
+        told = "; ".join(f"{name}: {lack}" for name, lack in lacks.items())
+        raise InputError(f"no engine can run this bundle: {told}")
     return names
 
 
@@ -196,30 +184,31 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
     if name == TRANSFORMERS:
         floats, pairs = ("onnxruntime", "fp32"), manifest.pairs()
         engine, precision = floats if floats in pairs else pairs[0]
-    rule = "match-greedy" if name in (PYTHON, BINARY) else "lossless"
-    how = LoadOptions(engine=engine, precision=precision, threads=1, mode=mode)
-    with closing(open_pair(bundle, how)) as pair:
-        prompts = [
-            Prompt(pair.tokenizer.encode_chat(chat), pair.tokenizer.render(chat))
-            for chat in pair.prompts()[: options.prompts]
-        ]
-        ours = [
-            reply_of(pair, prompt, options.max_new_tokens, rule, Draw(options.temperature, seed))
-            for seed, prompt in enumerate(prompts)
-        ]
-        stops, context = frozenset(pair.tokenizer.stop_ids), pair.target.engine.context_length
+    how = DecodingOptions(
+        temperature=options.temperature,
+        seed=0,
+        rule="match-greedy" if name in (PYTHON, BINARY) else "lossless",
+        drafter=MODEL,
+        draft_length=DRAFT_LENGTH,
+        max_new_tokens=options.max_new_tokens,
+    )
+    load = LoadOptions(engine=engine, precision=precision, threads=1, mode=mode)
+    with closing(open_pair(bundle, load)) as pair:
+        tokenizer, chats = pair.tokenizer, pair.prompts()[: options.prompts]
+        prompts = [(tokenizer.encode_chat(chat), tokenizer.render(chat)) for chat in chats]
+        ours = [reply_of(pair, ids, numbered(how, at)) for at, (ids, _) in enumerate(prompts)]
+        stops, context = frozenset(tokenizer.stop_ids), pair.target.engine.context_length
     answers = []
     with (
         open_other(name, bundle, manifest, options, stops, context) as other,
         progress(other.name, len(prompts), "prompts") as bar,
     ):
-        for seed, prompt in enumerate(prompts):
-            draw = Draw(options.temperature, seed)
-            answers.append(other.answer(prompt.ids, prompt.rendered, options.max_new_tokens, draw))
+        for at, (ids, rendered) in enumerate(prompts):
+            answers.append(other.answer(ids, rendered, numbered(how, at)))
             bar.update(1)
         files = f"{engine} {precision}" + (f" {FAST}" if mode == FAST else "")
-        drawn, limit = options.temperature > 0, options.max_new_tokens
-        return Compared(other.name, files, rule, drawn, limit, answers, ours)
+        drawn = how.temperature > 0
+        return Compared(other.name, files, how.rule_name, drawn, how.max_new_tokens, answers, ours)
 
 
 def open_other(
@@ -247,23 +236,14 @@ def gguf_precision(manifest: Manifest) -> str:
     return "q8_0" if "q8_0" in names else (names or [""])[0]
 
 
-def reply_of(pair: Pair, prompt: Prompt, limit: int, rule: str, draw: Draw) -> Ours:
-    """edgespec's reply without a drafter, and the counts of its speculation with drafts of DRAFT_LENGTH tokens."""
-    how = DecodingOptions(
-        temperature=draw.temperature,
-        seed=draw.seed,
-        rule=rule,
-        drafter=MODEL,
-        draft_length=DRAFT_LENGTH,
-        max_new_tokens=limit,
-    )
+def reply_of(pair: Pair, prompt: Sequence[int], how: DecodingOptions) -> Ours:
+    """edgespec's reply without a drafter, and the counts of its speculation."""
 
     def tokens(how: DecodingOptions, counts: RawCounts) -> list[int]:
-        blocks = decode(pair.target, pair.draft, prompt.ids, how, pair.tokenizer.stop_ids, counts)
+        blocks = decode(pair.target, pair.draft, prompt, how, pair.tokenizer.stop_ids, counts)
         return [token for block in blocks for token in block.tokens]
 
     counts = RawCounts()
-    alone = tokens(plain(how), RawCounts())
+    kept = until_stop(tokens(plain(how), RawCounts()), frozenset(pair.tokenizer.stop_ids))
     tokens(how, counts)
-    kept = until_stop(alone, frozenset(pair.tokenizer.stop_ids))
     return Ours(kept, pair.tokenizer.decode(kept), counts)

@@ -14,14 +14,15 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from edgespec_runtime.decoding.options import DecodingOptions
+
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec_export.other_engines.engines import GREEDY, Answer, Draw, OtherEngine, until_stop
+from edgespec_export.other_engines.engines import Answer, OtherEngine, until_stop
 from edgespec_export.other_engines.other_engines import DRAFT_LENGTH
 
 SERVER, SIMPLE = "llama-server", "llama-speculative-simple"
@@ -59,7 +60,7 @@ class LlamaSpeculativeSimple(OtherEngine):
     def __init__(self, program: Path, target: Path, drafter: Path, context: int) -> None:
         self._command = [str(program), *pair_arguments(target, drafter, context)]
 
-    def answer(self, prompt: Sequence[int], rendered: str, limit: int, draw: Draw = GREEDY) -> Answer:
+    def answer(self, prompt: Sequence[int], rendered: str, how: DecodingOptions) -> Answer:
         """It stops after the limit only at a block's end, so its text can be longer; special tokens of the prompt are parsed.
 
         The prompt is given as a binary file: of a text file (-f) it drops the last newline, which is part of a chat's prompt.
@@ -69,7 +70,7 @@ class LlamaSpeculativeSimple(OtherEngine):
             file.write_bytes(rendered.encode("utf-8"))
             for _ in range(TRIES):
                 done = subprocess.run(
-                    [*self._command, "-bf", str(file), "--no-escape", "-n", str(limit), *_drawn(draw)],
+                    [*self._command, "-bf", str(file), "--no-escape", *_drawn(how)],
                     capture_output=True, timeout=ANSWER_SECONDS, stdin=subprocess.DEVNULL, check=False,
                 )  # fmt: skip
                 log = done.stderr.decode("utf-8", "replace")
@@ -109,27 +110,26 @@ class LlamaServer(OtherEngine):
         )
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self._process.poll() is None:
-            with contextlib.suppress(OSError, urllib.error.URLError):  # not yet listening, or still loading
+            with contextlib.suppress(OSError):  # not yet listening, or still loading
                 self._ask("/health", None)
                 return self
             time.sleep(0.1)
-        self._stop()
-        self._log.seek(0)
-        log = _last(self._log.read().decode("utf-8", "replace"))
-        self._log.close()
-        raise EdgespecError(f"{self.name} was not ready after {START_SECONDS:.0f} s: {log}")
+        raise EdgespecError(f"{self.name} was not ready after {START_SECONDS:.0f} s: {self._end()}")
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
-        self._log.close()
+        self._end()
 
-    def _stop(self) -> None:
+    def _end(self) -> str:
+        """Stop the server; the end of its log."""
         self._process.terminate()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        with self._log as log:
+            log.seek(0)
+            return _last(log.read().decode("utf-8", "replace"))
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
@@ -140,20 +140,21 @@ class LlamaServer(OtherEngine):
             found: dict[str, Any] = json.load(reply)
         return found
 
-    def answer(self, prompt: Sequence[int], rendered: str, limit: int, draw: Draw = GREEDY) -> Answer:
-        wanted = {"prompt": list(prompt), "n_predict": limit, "cache_prompt": False, "return_tokens": True}
-        how = {"temperature": draw.temperature, "seed": draw.seed, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        reply = self._ask("/completion", wanted | how)
+    def answer(self, prompt: Sequence[int], rendered: str, how: DecodingOptions) -> Answer:
+        wanted = {"prompt": list(prompt), "cache_prompt": False, "return_tokens": True}
+        drawn = {"n_predict": how.max_new_tokens, "temperature": how.temperature, "seed": how.seed or 0}
+        reply = self._ask("/completion", wanted | drawn | {"top_k": 0, "top_p": 1.0, "min_p": 0.0})
         timings = reply["timings"]
         drafted, accepted = int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0))
         emitted = int(timings["predicted_n"])
         return Answer(until_stop(reply["tokens"], self._stops), None, emitted - accepted, drafted, accepted)
 
 
-def _drawn(draw: Draw) -> list[str]:
-    """Sampling from the whole vocabulary: llama.cpp's own defaults cut it."""
+def _drawn(how: DecodingOptions) -> list[str]:
+    """The length, and sampling from the whole vocabulary: llama.cpp's own defaults cut it."""
     cuts = ("--top-k", "0", "--top-p", "1", "--min-p", "0")
-    return ["--temp", f"{draw.temperature:g}", "--seed", str(draw.seed), *cuts]
+    seed = str(how.seed or 0)
+    return ["-n", str(how.max_new_tokens), "--temp", f"{how.temperature:g}", "--seed", seed, *cuts]
 
 
 def _last(log: str) -> str:

@@ -11,7 +11,6 @@ Knows what these engines' documentation asks for, and no engine itself; a drafte
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,12 +118,12 @@ def pair_settings(folder: Path, precision: str, graphs: Mapping[str, str]) -> di
     The length is the shorter of both models' contexts. Adding `model.draft` is what turns speculation on (onnxruntime-genai
     0.18, docs/SpeculativeDecoding.md).
     """
-    target, drafter = (read_json(folder / role / f"onnx-{precision}" / GENAI_SETTINGS) for role in ROLES)
-    settings: dict[str, Any] = copy.deepcopy(target)
-    model = settings["model"]
-    model["context_length"] = min(part["model"]["context_length"] for part in (target, drafter))
+    both = [read_json(folder / role / f"onnx-{precision}" / GENAI_SETTINGS) for role in ROLES]
+    settings: dict[str, Any] = both[0]
+    model, draft = (part["model"] for part in both)
+    model["context_length"] = min(model["context_length"], draft["context_length"])
     settings["search"]["max_length"] = min(settings["search"]["max_length"], model["context_length"])
-    model["draft"] = copy.deepcopy(drafter["model"]["decoder"])
+    model["draft"] = draft["decoder"]
     for block, graph in graphs.items():
         model[block]["filename"] = graph
     settings["speculative"] = {"max_draft_tokens": DRAFT_LENGTH}

@@ -115,7 +115,7 @@ def test_genai_runs_the_bundle_as_it_is(folder: Path, floats: Pair) -> None:
     with GenAi(folder / "bundle", stops) as genai:
         assert GenAi.runs(folder / "bundle") == ("fp32", EXACT)
         for prompt in prompts_of(floats):
-            answer = genai.answer(prompt, "", LIMIT)
+            answer = genai.answer(prompt, "", GREEDY)
             text = greedy_text(floats, prompt)
             assert answer.tokens == text
             counted = blocks_to(floats, prompt, min(len(text) + 1, LIMIT))
@@ -268,7 +268,7 @@ def test_transformers_takes_the_checkpoint_as_assistant(folder: Path, floats: Pa
             plainly = alone.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False
             )
-            answer = transformers.answer(prompt, "", LIMIT)
+            answer = transformers.answer(prompt, "", GREEDY)
             assert answer.tokens == until_stop(plainly[0, len(prompt) :].tolist(), stops)
             assert answer.tokens == greedy_text(floats, prompt)
             assert len(answer.tokens) > 2
@@ -284,7 +284,7 @@ def test_llama_cpp_python_runs_both_files(folder: Path) -> None:
     files = (folder / "bundle" / role / "gguf" / f"{role}-q8_0.gguf" for role in ("target", "drafter"))
     with LlamaCppPython(*files, frozenset(pair.tokenizer.stop_ids), 192) as other:
         for prompt in prompts_of(pair):
-            answer = other.answer(prompt, "", LIMIT)
+            answer = other.answer(prompt, "", GREEDY)
             assert answer.tokens == greedy_text(pair, prompt)
             assert answer.passes < len(answer.tokens)  # drafts were accepted
     pair.close()

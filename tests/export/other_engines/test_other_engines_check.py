@@ -31,6 +31,7 @@ from edgespec_export.other_engines.llamacpp import (
     program_of,
 )
 from edgespec_export.other_engines.other_engines import CHECKPOINT
+from edgespec_runtime.decoding.options import DecodingOptions
 from tiny_models import make_model_folder
 
 from edgespec.cli import main
@@ -38,7 +39,7 @@ from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.manifest import describe_files, open_manifest, write_manifest
 from edgespec.core.metrics import RawCounts
 
-STOPS = frozenset({2})
+STOPS, HOW = frozenset({2}), DecodingOptions(max_new_tokens=24)
 
 
 def program(folder: Path, name: str, body: str) -> Path:
@@ -155,7 +156,7 @@ def test_how_llama_speculative_simple_is_called(tmp_path: Path) -> None:
     target, drafter = tmp_path / "t.gguf", tmp_path / "d.gguf"
     assert program_of(path) == "llama-speculative-simple"
     with LlamaSpeculativeSimple(path, target, drafter, 256) as engine:
-        answer = engine.answer([1], "<|im_start|>user\\n\nHello\n", 24)
+        answer = engine.answer([1], "<|im_start|>user\\n\nHello\n", HOW)
     assert answer == Answer(None, "<|im_start|>user\\n\nHello\na reply\n", 4, 12, 5)
     runs = json.loads((tmp_path / "runs.json").read_text())
     assert len(runs) == 2  # the first one's counts were lost
@@ -185,7 +186,7 @@ def test_a_program_that_fails(tmp_path: Path, body: str, message: str) -> None:
         LlamaSpeculativeSimple(path, tmp_path, tmp_path, 64) as engine,
         pytest.raises(EdgespecError, match=message),
     ):
-        engine.answer([1], "Hello", 4)
+        engine.answer([1], "Hello", HOW)
 
 
 SERVER = """
@@ -216,7 +217,7 @@ def test_how_llama_server_is_called(tmp_path: Path) -> None:
     path = program(tmp_path, "llama-server", SERVER)
     engine = LlamaServer(path, tmp_path / "t.gguf", tmp_path / "d.gguf", 256, STOPS)
     with engine:
-        answer = engine.answer([1, 5], "Hello", 24)
+        answer = engine.answer([1, 5], "Hello", HOW)
         process = engine._process
         assert process.poll() is None
     assert process.poll() is not None  # stopped with the object
