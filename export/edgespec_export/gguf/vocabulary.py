@@ -280,14 +280,10 @@ def _scores_of_merges(
         scores.setdefault(left + right, -float(position))
     listed = {tuple(merge) for merge in merges}
     for text in scores:
-        missing = [
-            cut
-            for cut in range(1, len(text))
-            if text[:cut] in vocab and text[cut:] in vocab and (text[:cut], text[cut:]) not in listed
-        ]
-        if missing:
-            raise InputError(
-                f"{path}: the merges make {text!r} in one way only, and llama.cpp would also join "
-                f"{text[: missing[0]]!r} + {text[missing[0] :]!r}; give the tokenizer.model it was converted from"
-            )
+        for left, right in ((text[:cut], text[cut:]) for cut in range(1, len(text))):
+            if left in vocab and right in vocab and (left, right) not in listed:
+                raise InputError(
+                    f"{path}: the merges make {text!r} in one way only, and llama.cpp would also join {left!r} + {right!r}; "
+                    "give the tokenizer.model it was converted from"
+                )
     return scores

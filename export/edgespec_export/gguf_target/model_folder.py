@@ -75,12 +75,11 @@ def folder_of(file: Path) -> Path:
     digest = sha256_of([file])[file]
     home = cache_folder() / "targets" / f"gguf-{digest[:16]}-v{SCHEMA}"
     model = home / MODEL
-    about = OwnFile(file.resolve(), digest, file.stat().st_size, precision_of(header))
     if not (model / "config.json").is_file():
         with held(home, f"reading {file}", wait=True):
             if not (model / "config.json").is_file():
                 _write(model, file, header, config, places)
-    about.keep(model)
+    OwnFile(file.resolve(), digest, file.stat().st_size, precision_of(header)).keep(model)
     return model
 
 

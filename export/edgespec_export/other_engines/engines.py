@@ -107,12 +107,11 @@ class Transformers(OtherEngine):
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         how: Any = {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
-        self._torch = torch
+        self._torch, self._stops = torch, stops
         self._target, self._drafter = (
             AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **how).eval()
             for place in (target, bundle / CHECKPOINT)
         )
-        self._stops = stops
         self._passes: list[None] = []
         self._target.register_forward_pre_hook(lambda *_: self._passes.append(None))
 
