@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.core.errors import BundleError, InputError, did_you_mean
-from edgespec.core.files import kind_of, parse_json, path_problem, read_bounded, sha256_file, write_json
+from edgespec.core.files import kind_of, path_problem, read_json, sha256_file, write_json
 from edgespec.core.progress import MIB, reading
 
 SCHEMA_VERSION = 1
@@ -47,6 +48,7 @@ MODEL, HEAD = "model", "head"  # kinds of drafters
 AGAIN = "fetch or build the bundle again"
 _KEY = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,64}")  # an engine or a precision: becomes part of a file's name
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal would obey them
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class BundleModel:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json; `folder` is where it was read from (None before it is written)."""
+    """The content of manifest.json; `folder` is where it was read from."""
 
     pair: dict[str, Any]
     target: BundleModel
@@ -86,8 +88,7 @@ class Manifest:
     provenance: dict[str, Any]
     files: dict[str, BundleFile]
     device: dict[str, Any] = field(default_factory=dict)
-    schema_version: int = SCHEMA_VERSION
-    folder: Path | None = field(default=None, compare=False)
+    folder: Path = field(default=Path(), compare=False)
 
     def model(self, role: str) -> BundleModel:
         return self.target if role == "target" else self.drafter
@@ -101,13 +102,11 @@ class Manifest:
             raise InputError(
                 f"the bundle has no {precision!r} {role} for {engine}{did_you_mean(precision, table[engine])}"
             )
-        assert self.folder is not None
         return self.folder / table[engine][precision]
 
     def fast_graph(self, role: str, engine: str, precision: str) -> Path | None:
         """The graph of a model's fast mode; None where it has none of its own."""
         name = self.model(role).fast.get(engine, {}).get(precision)
-        assert self.folder is not None
         return None if name is None else self.folder / name
 
     def files_of(
@@ -138,7 +137,6 @@ class Manifest:
 
     def check_files(self, files: Mapping[str, BundleFile] | None = None, *, hashes: bool = True) -> None:
         """Raise BundleError where one of `files`, of all by default, is missing or has another size or, with `hashes`, sha256."""
-        assert self.folder is not None
         files, root = self.files if files is None else files, self.folder.resolve()
         with reading("check the bundle", hashes * sum(one.bytes for one in files.values())) as bar:
             for name, entry in files.items():
@@ -154,7 +152,6 @@ class Manifest:
 
         Names that begin with a dot are let be: file managers leave them, and nothing of ours opens one.
         """
-        assert self.folder is not None
         folder = self.folder / name
         for path in sorted(folder.rglob("*")):
             inside = path.relative_to(folder).as_posix()
@@ -173,29 +170,44 @@ class Manifest:
 
 def describe_files(folder: Path) -> dict[str, BundleFile]:
     """Size and sha256 of every regular file below `folder` but the manifest, by path."""
-    paths = filter(Path.is_file, sorted(folder.rglob("*")))
-    files = {path.relative_to(folder).as_posix(): path for path in paths}
+    files = {
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }
     files.pop(MANIFEST, None)
     return {name: BundleFile(sha256_file(path), path.stat().st_size) for name, path in files.items()}
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> Path:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json; done last, it is what makes a folder a bundle."""
-    plain = asdict(manifest)
+    plain = {"schema_version": SCHEMA_VERSION, **asdict(manifest)}
     del plain["folder"]
-    for role in ROLES:
-        for name, usual in (("vocabulary", None), ("fast", {}), ("kind", MODEL)):
-            if plain[role][name] == usual:
-                del plain[role][name]
-    if not plain["device"]:
-        del plain["device"]
-    write_json(folder / MANIFEST, {"schema_version": SCHEMA_VERSION, **plain})
-    return folder / MANIFEST
+    usual = {
+        "vocabulary": None,
+        "fast": {},
+        "kind": MODEL,
+        "device": {},
+    }  # left out, as before there was such
+    for part in (plain, plain["target"], plain["drafter"]):
+        for name in usual.keys() & part.keys():
+            if part[name] == usual[name]:
+                del part[name]
+    write_json(folder / MANIFEST, plain)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest alone, checked in itself; none of its files is looked at. Raises BundleError."""
-    return _parse(_read(folder), folder)
+    path = folder / MANIFEST
+    if not path.exists():
+        words = f"{path} is missing: {folder} is no bundle, or its making was cut short; give a folder made by edgespec"
+        if (folder / "config.json").is_file() or (folder.suffix.lower() == ".gguf" and folder.is_file()):
+            words = f"{folder} is a model and no pair: edgespec build-drafter --target {folder}, or export with --drafter SMALLER"
+        raise BundleError(words)
+    with _naming(path):
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise BundleError(f"it is a link to {path.resolve()}, outside the bundle")
+    value = read_json(path, error=BundleError, limit=MAX_MANIFEST_BYTES, strict=True)
+    with _naming(path):
+        return _parse(value, folder)
 
 
 def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
@@ -204,46 +216,48 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
     Sizes of all listed files are always checked, their sha256 unless `hashes` is False. Raises BundleError naming the file, what
     was seen, what was wanted and the next step.
     """
-    manifest, where = read_manifest(folder), folder / MANIFEST
-    for role in ROLES:
-        for engine, table in manifest.model(role).files.items():
-            for precision, name in table.items():
-                if not manifest.lists(name):
-                    raise BundleError(
-                        f"{where}: {role} {engine} {precision} is {name!r}, which is not among its files; {AGAIN}"
-                    )
-        _check_fast(role, manifest, where)
-    vocabulary = manifest.drafter.vocabulary
-    if manifest.drafter.kind == HEAD and vocabulary is None:
-        raise BundleError(f"{where}: the drafter is a head without a vocabulary; {AGAIN}")
-    if vocabulary is not None and vocabulary not in manifest.files:
-        raise BundleError(
-            f"{where}: the drafter's vocabulary is {vocabulary!r}, which is not among its files; {AGAIN}"
-        )
+    manifest = read_manifest(folder)
+    with _naming(folder / MANIFEST):
+        for role in ROLES:
+            _check_listed(role, manifest)
     manifest.check_files(hashes=hashes)
     return manifest
 
 
-def _check_fast(role: str, manifest: Manifest, where: Path) -> None:
-    """A graph for the fast mode is a listed file directly in the folder of the model whose weights it shares."""
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """What is wrong with a manifest is told with its name and the next step."""
+    try:
+        yield
+    except BundleError as error:
+        raise BundleError(f"{file}: {error}: {AGAIN}") from error
+
+
+def _check_listed(role: str, manifest: Manifest) -> None:
+    """What a model names is listed. Its graph for the fast mode lies directly in the folder whose weights it shares."""
     model = manifest.model(role)
+    for engine, table in model.files.items():
+        for precision, name in table.items():
+            if not manifest.lists(name):
+                raise BundleError(f"{role} {engine} {precision} is {name!r}, which is not among its files")
     for engine, table in model.fast.items():
         for precision, name in table.items():
             home = model.files.get(engine, {}).get(precision)
             if name not in manifest.files or home is None or PurePosixPath(name).parent.as_posix() != home:
                 raise BundleError(
-                    f"{where}: {role} {engine} {precision} has {name!r} for its fast mode, which is not among the files in "
-                    f"{home!r}; {AGAIN}"
+                    f"{role} {engine} {precision} has {name!r} for its fast mode, which is not among the files in {home!r}"
                 )
+    if model.kind == HEAD and model.vocabulary is None:
+        raise BundleError(f"the {role} is a head without a vocabulary")
+    if model.vocabulary is not None and model.vocabulary not in manifest.files:
+        raise BundleError(f"the {role}'s vocabulary is {model.vocabulary!r}, which is not among its files")
 
 
 def check_file(folder: Path, name: str, entry: BundleFile, *, hashes: bool = True) -> Path:
-    """The path of one listed file after checking place, kind, size and (unless told not to) sha256."""
+    """The path of one listed file after checking place, kind, size and (unless told not to) sha256. `folder`: with no links."""
     path = folder / name
     try:
-        resolved = path.resolve()
-        # check_files gives a resolved folder; resolving it again for every file took half the time
-        if not resolved.is_relative_to(folder) and not resolved.is_relative_to(folder.resolve()):
+        if not (resolved := path.resolve()).is_relative_to(folder):
             raise BundleError(f"{path} is a link to {resolved}, outside the bundle; {AGAIN}")
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -263,130 +277,109 @@ def check_file(folder: Path, name: str, entry: BundleFile, *, hashes: bool = Tru
     return path
 
 
-def _read(folder: Path) -> Mapping[str, Any]:
-    path = folder / MANIFEST
-    if not path.exists():
-        words = f"{path} is missing: {folder} is no bundle, or its making was cut short; give a folder made by edgespec"
-        if (folder / "config.json").is_file() or (folder.suffix.lower() == ".gguf" and folder.is_file()):
-            words = f"{folder} is a model and no pair: edgespec build-drafter --target {folder}, or export with --drafter SMALLER"
-        raise BundleError(words)
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise BundleError(f"{path} is a link to {path.resolve()}, outside the bundle; {AGAIN}")
-    data = read_bounded(path, error=BundleError, limit=MAX_MANIFEST_BYTES)
-    value = _mapping(parse_json(data, path, error=BundleError, strict=True), "its content", path)
-    version = value.get("schema_version")
+def _parse(value: Any, folder: Path) -> Manifest:
+    """Every field with its type and bounds; unknown fields are ignored, so that a later edgespec can add some."""
+    version = _mapping(value, "its content").get("schema_version")
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise BundleError(
-            f"{path} has schema version {repr(version)[:80]}; this edgespec reads {SCHEMA_VERSION}: "
-            "update edgespec, or build the bundle again with this one"
+            f"it has schema version {repr(version)[:80]}; this edgespec reads {SCHEMA_VERSION} (update edgespec)"
         )
-    return value
-
-
-def _parse(value: Mapping[str, Any], folder: Path) -> Manifest:
-    """Every field with its type and bounds; unknown fields are ignored, so that a later edgespec can add some."""
-    where = folder / MANIFEST
-    files = {}
-    listed = _need(value, "files", dict, where)
+    listed, default, pair = (_need(value, key, dict) for key in ("files", "default", "pair"))
     if len(listed) > MAX_FILES:
-        raise BundleError(f"{where} lists {len(listed)} files; at most {MAX_FILES} are wanted: {AGAIN}")
-    for name, entry in listed.items():
-        _safe(name, where)
-        entry = _mapping(entry, f"files[{name!r}]", where)
-        size, digest = _need(entry, "bytes", int, where), _need(entry, "sha256", str, where)
-        if not 0 <= size <= MAX_BYTES or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise BundleError(
-                f"{where}: files[{name!r}] has bytes {_short(size)} and sha256 {digest[:80]!r}, which cannot be; {AGAIN}"
-            )
-        files[name] = BundleFile(digest, size)
-    models: dict[str, BundleModel] = {}
-    for role in ROLES:
-        model = _need(value, role, dict, where)
-        named = role == "drafter" and "vocabulary" in model
-        models[role] = BundleModel(
-            name=_need(model, "name", str, where),
-            source=_need(model, "source", str, where),
-            shape=_need(model, "shape", dict, where),
-            parameters=_between(_need(model, "parameters", int, where), "parameters", MAX_BYTES, where),
-            files=_paths(_need(model, "files", dict, where), f"{role}.files", where),
-            vocabulary=_safe(model["vocabulary"], where) if named else None,
-            fast=_paths(_need(model, "fast", dict, where), f"{role}.fast", where) if "fast" in model else {},
-            kind=_kind(model, role, where),
-        )
-    default = _need(value, "default", dict, where)
+        raise BundleError(f"it lists {len(listed)} files; at most {MAX_FILES} are wanted")
     for key in ("engine", "precision", "reason"):
-        _need(default, key, str, where)
-    pair = _need(value, "pair", dict, where)
-    _need(pair, "tokenizer_sha256", str, where)
-    _between(_need(pair, "vocab_size", int, where), "vocab_size", MAX_VOCAB_SIZE, where)
+        _need(default, key, str)
+    _need(pair, "tokenizer_sha256", str)
+    _number(pair, "vocab_size", MAX_VOCAB_SIZE)
     return Manifest(
         pair=pair,
+        target=_model(value, "target"),
+        drafter=_model(value, "drafter"),
         default=default,
-        files=files,
-        device=_device(value["device"], where) if "device" in value else {},
+        cost_ratio=_need(value, "cost_ratio", dict),
+        metrics=_need(value, "metrics", dict),
+        provenance=_need(value, "provenance", dict),
+        files={_safe(name): _file(name, entry) for name, entry in listed.items()},
+        device=_device(value["device"]) if "device" in value else {},
         folder=folder,
-        target=models["target"],
-        drafter=models["drafter"],
-        cost_ratio=_need(value, "cost_ratio", dict, where),
-        metrics=_need(value, "metrics", dict, where),
-        provenance=_need(value, "provenance", dict, where),
     )
 
 
-def _device(value: Any, where: Path) -> dict[str, Any]:
+def _file(name: str, value: Any) -> BundleFile:
+    entry = _mapping(value, f"files[{name!r}]")
+    size, digest = _need(entry, "bytes", int), _need(entry, "sha256", str)
+    if not 0 <= size <= MAX_BYTES or not _SHA256.fullmatch(digest):
+        raise BundleError(
+            f"files[{name!r}] has bytes {_short(size)} and sha256 {digest[:80]!r}, which cannot be"
+        )
+    return BundleFile(digest, size)
+
+
+def _model(value: Mapping[str, Any], role: str) -> BundleModel:
+    model = {"fast": {}, "kind": MODEL, **_need(value, role, dict)}
+    drafts = role == "drafter"
+    if model["kind"] != MODEL and not (drafts and model["kind"] == HEAD):
+        raise BundleError(
+            f"the {role} is of the kind {_short(model['kind'])}, and {MODEL} or {HEAD} (a drafter) is wanted (update edgespec)"
+        )
+    return BundleModel(
+        name=_need(model, "name", str),
+        source=_need(model, "source", str),
+        shape=_need(model, "shape", dict),
+        parameters=_number(model, "parameters", MAX_BYTES),
+        files=_paths(_need(model, "files", dict), f"{role}.files"),
+        vocabulary=_safe(model["vocabulary"]) if drafts and "vocabulary" in model else None,
+        fast=_paths(_need(model, "fast", dict), f"{role}.fast"),
+        kind=model["kind"],
+    )
+
+
+def _device(value: Any) -> dict[str, Any]:
     """The known settings of the device a bundle was made for, each within its bounds."""
-    seen = _mapping(value, "device", where)
-    found: dict[str, Any] = {"name": _need(seen, "name", str, where), **dict.fromkeys(DEVICE_LIMITS)}
+    seen = _mapping(value, "device")
+    found: dict[str, Any] = {"name": _need(seen, "name", str), **dict.fromkeys(DEVICE_LIMITS)}
     for key, most in DEVICE_LIMITS.items():
         if seen.get(key) is not None:  # bundles made before may say 64
-            found[key] = min(most, _between(_need(seen, key, int, where), key, max(most, 64), where))
+            found[key] = min(most, _number(seen, key, max(most, 64)))
     return found
 
 
-def _kind(model: Mapping[str, Any], role: str, where: Path) -> str:
-    kind = model.get("kind", MODEL)
-    if kind != MODEL and not (role == "drafter" and kind == HEAD):
-        raise BundleError(
-            f"{where}: the {role} is of the kind {_short(kind)}, and {MODEL} or {HEAD} (a drafter) is wanted; update edgespec"
-        )
-    return str(kind)
-
-
-def _paths(value: Mapping[str, Any], name: str, where: Path) -> dict[str, dict[str, str]]:
+def _paths(value: Mapping[str, Any], name: str) -> dict[str, dict[str, str]]:
     """{engine: {precision: path}}."""
-    tables = {engine: _mapping(table, name, where) for engine, table in value.items()}
+    tables = {engine: _mapping(table, name) for engine, table in value.items()}
     count = sum(map(len, tables.values()))
     if max(count, len(tables)) > MAX_VARIANTS:
-        raise BundleError(f"{where}: {name} has {count} models; at most {MAX_VARIANTS} are wanted: {AGAIN}")
+        raise BundleError(f"{name} has {count} models; at most {MAX_VARIANTS} are wanted")
     for key in (*tables, *(precision for table in tables.values() for precision in table)):
         if not _KEY.fullmatch(key):
-            raise BundleError(f"{where}: {name} has the key {_short(key)}; a plain name is wanted: {AGAIN}")
+            raise BundleError(f"{name} has the key {_short(key)}; a plain name is wanted")
     return {
-        engine: {precision: _safe(path, where) for precision, path in table.items()}
+        engine: {precision: _safe(path) for precision, path in table.items()}
         for engine, table in tables.items()
     }
 
 
-def _mapping(value: Any, name: str, where: Path) -> Mapping[str, Any]:
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise BundleError(f"{where}: {name} is {_short(value)}; an object is wanted: {AGAIN}")
+        raise BundleError(f"{name} is {_short(value)}; an object is wanted")
     return value
 
 
-def _need(value: Mapping[str, Any], key: str, kind: type[Any], where: Path) -> Any:
+def _need(value: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
     seen = value.get(key)
     if not isinstance(seen, kind) or isinstance(seen, bool):
-        raise BundleError(f"{where}: {key!r} is {_short(seen)}; {kind.__name__} is wanted: {AGAIN}")
+        raise BundleError(f"{key!r} is {_short(seen)}; {kind.__name__} is wanted")
     if isinstance(seen, str) and (len(seen) > MAX_TEXT or _CONTROL.search(seen)):
         raise BundleError(
-            f"{where}: {key!r} has {len(seen)} characters; at most {MAX_TEXT} and no control characters are wanted: {AGAIN}"
+            f"{key!r} has {len(seen)} characters; at most {MAX_TEXT} and no control characters are wanted"
         )
     return seen
 
 
-def _between(seen: int, key: str, most: int, where: Path) -> int:
+def _number(value: Mapping[str, Any], key: str, most: int) -> int:
+    seen: int = _need(value, key, int)
     if not 1 <= seen <= most:
-        raise BundleError(f"{where}: {key!r} is {_short(seen)}; 1 to {most} is wanted: {AGAIN}")
+        raise BundleError(f"{key!r} is {_short(seen)}; 1 to {most} is wanted")
     return seen
 
 
@@ -394,7 +387,7 @@ def _short(value: Any) -> str:
     return repr(str(value)[:80])
 
 
-def _safe(name: Any, where: Path) -> str:
+def _safe(name: Any) -> str:
     if problem := path_problem(name):
-        raise BundleError(f"{where}: {problem}; {AGAIN}")
+        raise BundleError(problem)
     return str(name)

@@ -254,8 +254,8 @@ def test_the_manifest_is_read_once_and_every_hash_is_checked(
 ) -> None:
     prompts = copy / "prompts.jsonl"
     prompts.write_bytes(prompts.read_bytes().swapcase())  # of the same size
-    read, real = [], manifests._read
-    monkeypatch.setattr(manifests, "_read", lambda folder: read.append(folder) or real(folder))
+    read, real = [], manifests.read_manifest
+    monkeypatch.setattr(manifests, "read_manifest", lambda folder: read.append(folder) or real(folder))
     assert main([verb, str(copy), *(["hello"] if verb == "generate" else [])]) == 2
     assert "prompts.jsonl was altered" in capsys.readouterr().err
     assert len(read) == 1
