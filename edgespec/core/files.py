@@ -11,15 +11,17 @@ import shutil
 import stat
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.free_space import folder_at
-from edgespec.core.no_room import place_of, write_error
+from edgespec.core.no_room import write_error
 from edgespec.core.texts import check_json
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
@@ -33,7 +35,7 @@ def writing(path: Path | str, *, within: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # libraries have errors of their own for a full disk
-        message = write_error(place_of(error, path) if within else path, error)
+        message = write_error(path, error, within=within)
         if message is None:
             raise
         raise message from error
@@ -79,22 +81,31 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_bounded(path: Path, *, error: type[EdgespecError] = InputError, limit: int) -> bytes:
     """The bytes of a regular file of at most `limit` bytes. Raises `error`, and never waits at a FIFO or a device."""
+    with _opened(path, limit, error, "is it the right file?") as stream:
+        data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise error(f"{path} grew beyond {limit} bytes while it was read; try again")
+    return data
+
+
+@contextmanager
+def _opened(
+    path: Path, limit: int | None, error: type[EdgespecError] = InputError, step: str = "split it"
+) -> Iterator[BinaryIO]:
+    """A regular file of at most `limit` bytes, to be read. Raises `error`; `step`: what to do with a larger one."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise error(f"{path} is {kind_of(status.st_mode)}; a regular file is wanted")
-        if status.st_size > limit:
-            raise error(f"{path} has {status.st_size} bytes; at most {limit} are read: is it the right file?")
+        if limit is not None and status.st_size > limit:
+            raise error(f"{path} has {status.st_size} bytes; at most {limit} are read: {step}")
         with open(path, "rb") as stream:
-            data = stream.read(limit + 1)
+            yield stream
     except FileNotFoundError as seen:
         raise error(f"{path} is missing") from seen
     except (OSError, RuntimeError, ValueError) as seen:
         # RuntimeError: a loop of links; ValueError: odd names
         raise error(f"{path} cannot be read: {seen}") from seen
-    if len(data) > limit:
-        raise error(f"{path} grew beyond {limit} bytes while it was read; try again")
-    return data
 
 
 def parse_json(
@@ -103,43 +114,34 @@ def parse_json(
     """JSON nested at most MAX_JSON_DEPTH deep; see `read_json`. Raises `error` naming `where`."""
     try:
         text = data.decode("utf-8" if strict else "utf-8-sig") if isinstance(data, bytes) else data
-        hooks: dict[str, Any] = {}
-        if strict:
-            hooks = {"object_pairs_hook": _unique, "parse_constant": _no_constant, "parse_float": _finite}
-        value = json.loads(text, **hooks)
+        value = json.loads(text, **(_STRICT if strict else {}))
+        if _is_deeper(value, MAX_JSON_DEPTH):
+            raise RecursionError
     except ValueError as seen:
         # so is a number of 5,000 digits, whose words end with advice to Python's programmers
         words = str(seen).partition("; use sys.")[0]
         raise error(f"{where} is not valid JSON: {words}") from seen
     except RecursionError as seen:
-        raise error(_too_deep(where)) from seen
-    level, depth = [value], 0
-    while level := [
-        child
-        for one in level
-        if isinstance(one, dict | list)
-        for child in (one.values() if isinstance(one, dict) else one)
-    ]:
-        depth += 1
-        if depth > MAX_JSON_DEPTH:
-            raise error(_too_deep(where))
+        raise error(f"{where} nests deeper than {MAX_JSON_DEPTH} levels; write it flatter") from seen
     return value
 
 
-def _too_deep(where: Path | str) -> str:
-    return f"{where} nests deeper than {MAX_JSON_DEPTH} levels; write it flatter"
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether a JSON value has something below so many levels."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if levels == 0:
+        return bool(inside)
+    return any(_is_deeper(one, levels - 1) for one in inside if isinstance(one, dict | list))
 
 
 def kind_of(mode: int) -> str:
     """What a path is, in words, from its st_mode."""
     kinds = {
-        stat.S_IFREG: "a regular file",
         stat.S_IFDIR: "a folder",
         stat.S_IFIFO: "a named pipe",
         stat.S_IFCHR: "a device",
         stat.S_IFBLK: "a device",
         stat.S_IFSOCK: "a socket",
-        stat.S_IFLNK: "a link",
     }
     return kinds.get(stat.S_IFMT(mode), "no regular file")
 
@@ -147,8 +149,7 @@ def kind_of(mode: int) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice[:80]!r} is there twice in one object")
     return found
 
@@ -164,6 +165,9 @@ def _finite(text: str) -> float:
     return value
 
 
+_STRICT: Any = {"object_pairs_hook": _unique, "parse_constant": _no_constant, "parse_float": _finite}
+
+
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
@@ -174,26 +178,17 @@ def read_jsonl(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
     Raises InputError with the line number: no JSON object, text with half a character.
     """
     rows = []
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"{path} is {kind_of(status.st_mode)}; a regular file is wanted")
-        if limit is not None and status.st_size > limit:
-            raise InputError(f"{path} has {status.st_size} bytes; at most {limit} are read: split it")
-        with open(path, encoding="utf-8-sig") as stream:
-            for number, line in enumerate(stream, 1):
+    with _opened(path, limit) as stream, TextIOWrapper(stream, "utf-8-sig") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
                 if line.strip():
                     row = parse_json(line, f"{path}:{number}")
                     if not isinstance(row, dict):
                         raise InputError(f"{path}:{number} is not a JSON object")
                     check_json(line, row, f"{path}:{number}")
                     rows.append(row)
-    except FileNotFoundError as error:
-        raise InputError(f"{path} is missing") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: after row {len(rows)} it is not UTF-8: {error}") from error
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: after row {len(rows)} it is not UTF-8: {error}") from error
     return rows
 
 
@@ -315,13 +310,10 @@ def sha256_file(path: Path) -> str:
 
 def compact_json(results: dict[str, Any]) -> str:
     """JSON with a line for each entry of a list and of a mapping at the top: small, and readable in a diff."""
-    parts = []
+    dump, parts = partial(json.dumps, ensure_ascii=False), []
     for key, value in results.items():
-        if isinstance(value, list) and value:
-            rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in value)
-            parts.append(f"{json.dumps(key)}: [\n{rows}\n]")
-        else:
-            parts.append(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+        rows = ",\n".join(map(dump, value)) if isinstance(value, list) else ""
+        parts.append(f"{json.dumps(key)}: " + (f"[\n{rows}\n]" if rows else dump(value)))
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
