@@ -40,17 +40,8 @@ def knob(
     bare: the value of a flag that is given alone, and how a word must end to be its value: `--json` and `--json FILE.json`.
     prose: of a list of texts that have commas of their own, which part none of them.
     """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "at_least": at_least,
-        "at_most": at_most,
-        "positional": positional,
-        "names": names,
-        "bare": bare,
-        "prose": prose,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    about = locals()  # all that was given, by name
+    return dataclasses.field(default=about.pop("default"), metadata=about)
 
 
 def with_default(kind: type[Any], name: str, default: Any) -> Any:
@@ -61,7 +52,7 @@ def with_default(kind: type[Any], name: str, default: Any) -> Any:
 
 def section(kind: type[Any], help: str = "") -> Any:
     """A nested group of knobs, reached as `name.knob` in YAML and as `--name.knob` on the command line."""
-    return dataclasses.field(default_factory=kind, metadata={"help": help, "section": True})
+    return dataclasses.field(default_factory=kind, metadata={"help": help})
 
 
 def is_section(hint: Any) -> bool:
@@ -89,33 +80,23 @@ def base_of(hint: Any) -> tuple[type[Any], bool, bool]:
     return hint, False, optional
 
 
+_WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 _SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 def _scalar(value: Any, kind: type[Any], name: str) -> Any:
     if kind is bool and isinstance(value, str) and value.lower() in _SWITCH:
         return _SWITCH[value.lower()]
-    if isinstance(value, bool) is not (kind is bool):
-        raise InputError(f"{name} is {value!r}; it must be {_wanted(kind)}")
-    if kind is str and not isinstance(value, str):
-        raise InputError(f"{name} is {value!r}; it must be a string")
-    if kind is str and unwritable(value):
+    if kind is str and isinstance(value, str) and unwritable(value):
         raise InputError(
             f"{name} is {value!r}, which UTF-8 cannot write (bytes in another encoding, or half a character); give UTF-8 text"
         )
-    try:
-        converted = kind(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"{name} is {value!r}; it must be {_wanted(kind)}") from error
-    if kind is int and isinstance(value, float) and converted != value:
-        raise InputError(f"{name} is {value!r}; it must be a whole number")
-    return converted
-
-
-def _wanted(kind: type[Any]) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(
-        kind, kind.__name__
-    )
+    if isinstance(value, bool) is (kind is bool) and (isinstance(value, str) or kind is not str):
+        with suppress(TypeError, ValueError, OverflowError):
+            converted = kind(value)
+            if kind is not int or isinstance(value, str) or converted == value:
+                return converted
+    raise InputError(f"{name} is {value!r}; it must be {_WANTED[kind]}")
 
 
 def check(value: Any, hint: Any, field: dataclasses.Field[Any], name: str) -> Any:
@@ -124,7 +105,7 @@ def check(value: Any, hint: Any, field: dataclasses.Field[Any], name: str) -> An
     if value is None:
         if optional:
             return None
-        raise InputError(f"{name} is empty; it must be {_wanted(kind)}")
+        raise InputError(f"{name} is empty; it must be {_WANTED[kind]}")
     if many:
         choices = field.metadata.get("choices")
         none_of_them = value == "" and choices is not None and "" not in choices  # --export.onnx ''
@@ -201,14 +182,12 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 def to_mapping(options: Any) -> dict[str, Any]:
     """The plain, YAML-ready form of a dataclass: tuples become lists, sections become mappings."""
-    plain: dict[str, Any] = {}
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if dataclasses.is_dataclass(value):
-            plain[field.name] = to_mapping(value)
-        else:
-            plain[field.name] = list(value) if isinstance(value, tuple) else value
-    return plain
+    return dataclasses.asdict(
+        options,
+        dict_factory=lambda pairs: {
+            name: list(value) if isinstance(value, tuple) else value for name, value in pairs
+        },
+    )
 
 
 def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
