@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,40 +98,28 @@ def refuse_quantised(config: Mapping[str, Any], where: Path | str) -> None:
 
 
 def _check_shapes(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
-    wanted: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden),
-        "lm_head.weight": (shape.vocab_size, shape.hidden),
-        "model.norm.weight": (shape.hidden,),
-    }
     joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    inside = shape.layer_tensors() | {  # Phi-3 has these in one
-        "self_attn.qkv_proj.weight": (joined, shape.hidden),
-        "mlp.gate_up_proj.weight": (2 * shape.intermediate, shape.hidden),
+    known = replace(shape, layers=1, tied=False).tensors() | {  # Phi-3 has these in one
+        "model.layers.0.self_attn.qkv_proj.weight": (joined, shape.hidden),
+        "model.layers.0.mlp.gate_up_proj.weight": (2 * shape.intermediate, shape.hidden),
     }
-    in_layers = {name: match for name in tensors if (match := _LAYER.fullmatch(name))}
     for name, tensor in tensors.items():
-        expected = inside.get(in_layers[name][2]) if name in in_layers else wanted.get(name)
-        if expected is not None and tensor.shape != expected:
+        expected = known.get(_LAYER.sub(r"model.layers.0.\2", name), tensor.shape)
+        if tensor.shape != expected:
             raise InputError(
                 f"{folder}: config.json and weights disagree: {name} in {tensor.file.name} is {list(tensor.shape)}, and the "
                 f"config's sizes make it {list(expected)}; take both from the same model"
             )
-    layers = {int(match[1]) for match in in_layers.values()}
+    layers = {int(match[1]) for name in tensors if (match := _LAYER.fullmatch(name))}
     if not layers:
         return  # another family's names
-    if layers != set(range(shape.layers)):
+    if not len(layers) == max(layers) + 1 == shape.layers:
         raise InputError(
             f"{folder}: config.json and weights disagree: num_hidden_layers is {shape.layers}, and the files have "
             f"{len(layers)} layers (up to number {max(layers)}, counted from 0); take both from the same model"
         )
-    needed = ["model.embed_tokens.weight", "model.norm.weight", *([] if shape.tied else ["lm_head.weight"])]
-    gone = [name for name in needed if name not in tensors]
-    first = {match[2] for match in in_layers.values() if match[1] == "0"}
-    gone += [
-        f"model.layers.{layer}.{name}"
-        for layer in sorted(layers)
-        for name in inside
-        if name in first and f"model.layers.{layer}.{name}" not in tensors
-    ]
-    if gone:
-        raise InputError(f"{folder}: the weight files have no {gone[0]}; fetch them again, whole")
+    first = [name for name in known if name in tensors and _LAYER.fullmatch(name)]
+    in_layers = (name.replace(".0.", f".{layer}.", 1) for layer in sorted(layers) for name in first)
+    for name in (*replace(shape, layers=0).tensors(), *in_layers):
+        if name not in tensors:
+            raise InputError(f"{folder}: the weight files have no {name}; fetch them again, whole")

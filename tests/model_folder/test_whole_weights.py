@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ def test_a_config_of_another_model(target: Path, tmp_path: Path, changes: dict[s
     text = problem(with_config(copied(target, tmp_path / "model"), **changes))
     assert "config.json and weights disagree" in text
     assert words in text
+
+
+def test_a_config_of_very_many_layers_takes_no_memory(target: Path, tmp_path: Path) -> None:
+    folder = with_config(copied(target, tmp_path / "model"), num_hidden_layers=10**7)
+    tracemalloc.start()
+    try:
+        assert "num_hidden_layers is 10000000, and the files have 2 layers" in problem(folder)
+        assert tracemalloc.get_traced_memory()[1] < 2**27
+    finally:
+        tracemalloc.stop()
 
 
 def rewritten(folder: Path, change: Any) -> Path:
