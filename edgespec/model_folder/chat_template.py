@@ -22,15 +22,18 @@ MORE_TEMPLATES = "additional_chat_templates"
 SETTINGS = "tokenizer_config.json"
 DEFAULT = "default"
 MAX_TEMPLATE_BYTES = 256 * 1024
-MAX_SETTINGS_BYTES = 64 * 1024 * 1024
 TOKENIZER_FILES = ("tokenizer.json", SETTINGS, TEMPLATE_FILE)
 
 
 def read_chat_template(folder: Path) -> str | None:
     """The template of a folder; None where it has none. Raises InputError as `chat_template_of` does."""
-    file = folder / SETTINGS
-    settings = read_json(file, limit=MAX_SETTINGS_BYTES) if file.is_file() else {}
-    return chat_template_of(folder, settings if isinstance(settings, dict) else {})
+    return chat_template_of(folder, _settings(folder))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; {} where there is none, or one without names."""
+    found = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def chat_template_of(
@@ -49,8 +52,7 @@ def chat_template_of(
         return _text(files[DEFAULT], error)
     if DEFAULT in named:
         return named[DEFAULT] or None
-    names = sorted({*files, *named})
-    if names:
+    if names := sorted({*files, *named}):
         raise InputError(
             f"{folder} has the chat templates {', '.join(name[:80] for name in names[:8])} and none called {DEFAULT!r}; "
             f"write the one to use into {folder / TEMPLATE_FILE}"
@@ -70,11 +72,8 @@ def _listed(value: Any) -> dict[str, str]:
     """The templates of tokenizer_config.json by name; a text is the default. Entries of another form are no templates."""
     if isinstance(value, str):
         return {DEFAULT: value}
-    pairs = [
-        (entry.get("name"), entry.get("template"))
-        for entry in (value if isinstance(value, list) else ())
-        if isinstance(entry, dict)
-    ]
+    entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+    pairs = [(entry.get("name"), entry.get("template")) for entry in entries]
     return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
 
 
@@ -92,6 +91,6 @@ def copy_tokenizer(source: Path, out: Path) -> None:
         return
     if not (source / TEMPLATE_FILE).is_file():
         write_text(out / TEMPLATE_FILE, template)
-    settings = read_json(out / SETTINGS) if (out / SETTINGS).is_file() else {}
+    settings = _settings(out)
     if isinstance(settings.get("chat_template"), list):
         write_json(out / SETTINGS, settings | {"chat_template": template})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import copy_file, read_json, whole_folder
+from edgespec.core.files import copy_file, read_object, whole_folder
 from edgespec.core.shapes import ModelShape, impossible
 from edgespec.model_folder.check import shape_in
 
@@ -42,8 +42,7 @@ def is_head(folder: Path) -> bool:
 
 def head_shape(folder: Path) -> dict[str, Any]:
     """The numbers of a head, as `head_numbers` gives them. Raises InputError."""
-    found = read_json(folder / HEAD_FILE)
-    shape = found.get("shape") if isinstance(found, dict) else None
+    shape = read_object(folder / HEAD_FILE).get("shape")
     if not isinstance(shape, dict):
         raise InputError(f"{folder / HEAD_FILE} has no 'shape'; train the head again")
     return shape
@@ -176,7 +175,7 @@ def table_checksum(table: Any) -> str:
 
 def check_target(head: Path, target: Path) -> None:
     """Raise InputError where a head was trained for another target than the one in the folder `target`."""
-    trained_for = read_json(head / HEAD_FILE).get(TABLE)
+    trained_for = read_object(head / HEAD_FILE).get(TABLE)
     if trained_for is not None and (seen := table_checksum(target_embedding(target))) != trained_for:
         raise InputError(
             f"the head in {head} was trained for another target: its token embeddings have the checksum {trained_for!s:.12}, and "

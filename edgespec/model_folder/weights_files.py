@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import parse_json, read_json
+from edgespec.core.files import parse_json, read_object
 
 MAX_HEADER = 100_000_000
 """Bytes that a header may have (the safetensors format's own limit)."""
@@ -99,8 +99,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _weight_map(folder: Path) -> Mapping[str, str]:
-    found = read_json(folder / INDEX)
-    names = found.get("weight_map") if isinstance(found, dict) else None
+    names = read_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
         raise InputError(f"{folder / INDEX} has no weight_map of tensors and files; {AGAIN}")
     return names

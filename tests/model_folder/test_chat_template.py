@@ -76,6 +76,16 @@ def test_copies_have_one_template(families: dict[str, Path], tmp_path: Path, for
     assert ChatTokenizer(out).render(CHAT) == ChatTokenizer(folder).render(CHAT)
 
 
+def test_settings_without_names_are_copied_beside_a_template(tmp_path: Path) -> None:
+    folder, out = tmp_path / "model", tmp_path / "copy"
+    for place in (folder, out):
+        place.mkdir()
+    (folder / "tokenizer_config.json").write_text("[]")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    copy_tokenizer(folder, out)
+    assert sorted(path.name for path in out.iterdir()) == ["chat_template.jinja", "tokenizer_config.json"]
+
+
 @pytest.mark.parametrize(
     ("setting", "files", "message"),
     [
