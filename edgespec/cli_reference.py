@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Sequence
 
 from edgespec.cli import VERBS, parser_of
 from edgespec.core.errors import EXIT_CODES
@@ -29,13 +30,13 @@ def reference() -> str:
     parsers = {name: parser_of(name)[1] for name in VERBS}
     sections = {name: _sections(parser) for name, parser in parsers.items()}
     home = {section: name for name, own in sections.items() for section in own.items()}
-    verbs = [f"| [{name}](#{name}) | {_cell(verb.help)} |" for name, verb in VERBS.items()]
-    parts = [HEAD, "\n".join(["| verb | what it does |", "| --- | --- |", *verbs]) + "\n", _of_every_verb()]
+    verbs = ((f"[{name}](#{name})", verb.help) for name, verb in VERBS.items())
+    parts = [HEAD, _table(("verb", "what it does"), verbs), _of_every_verb()]
     for name, parser in parsers.items():
         own = [action for group in parser._action_groups for action in group._group_actions]
         plain = [action for action in own if "." not in action.dest and action.dest not in {"help", *EVERY}]
         description = " ".join((parser.description or "").split())
-        parts += [f"## {name}\n", f"{description}\n", f"    {parser.usage}\n", _table(plain)]
+        parts += [f"## {name}\n", f"{description}\n", f"    {parser.usage}\n", _options(plain)]
         parts += [
             f"**{title}**\n\n{table}" for title, table in sections[name].items() if home[title, table] == name
         ]
@@ -48,14 +49,13 @@ def _of_every_verb() -> str:
     """Options that all verbs have, exit codes, environment variables."""
     every = argparse.ArgumentParser(add_help=False)
     add_flags(every, EveryVerb)
-    codes = [f"| {code} | {_cell(what)} |" for code, what in EXIT_CODES.items()]
-    variables = [f"| `{name}` | {_cell(one.what)} |" for name, one in VARIABLES.items()]
+    variables = ((f"`{name}`", one.what) for name, one in VARIABLES.items())
     return "\n".join(
         [
             "**Every verb** has these options, and those of [the config file and the environment](shell.md).\n",
-            _table(every._actions),
-            "\n".join(["| exit code | meaning |", "| ---: | --- |", *codes]) + "\n",
-            "\n".join(["| environment variable | what it is |", "| --- | --- |", *variables]) + "\n",
+            _options(every._actions),
+            _table(("exit code", "meaning"), EXIT_CODES.items(), "---:"),
+            _table(("environment variable", "what it is"), variables),
         ]
     )
 
@@ -69,44 +69,41 @@ def _of_rules() -> str:
         own = argparse.ArgumentParser(add_help=False)
         add_flags(own, kind.parameters)
         parameters = "; ".join(f"`{one.dest}={one.metavar}`: {_help(one)}" for one in own._actions)
-        rows.append(f"| `{name}` | {_cell(kind.help)} | {_cell(parameters)} |")
-    return "\n".join(
-        [
-            "## Acceptance rules\n",
-            "`--rule NAME` takes one of these, with parameters as in `--rule opt:a=0.3` or `--rule lossy:a=0.2,beta=1`.\n",
-            "| rule | what it does | parameters |",
-            "| --- | --- | --- |",
-            *rows,
-            "",
-        ]
-    )
+        rows.append((f"`{name}`", kind.help, parameters))
+    return (
+        "## Acceptance rules\n\n"
+        "`--rule NAME` takes one of these, with parameters as in `--rule opt:a=0.3` or `--rule lossy:a=0.2,beta=1`.\n\n"
+    ) + _table(("rule", "what it does", "parameters"), rows)
 
 
 def _sections(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Title -> table of each group of dotted options."""
     groups = [group for group in parser._action_groups if any("." in a.dest for a in group._group_actions)]
-    return {str(group.title): _table(group._group_actions) for group in groups}
+    return {str(group.title): _options(group._group_actions) for group in groups}
 
 
-def _table(actions: list[argparse.Action]) -> str:
-    return "\n".join(["| option | what it is |", "| --- | --- |", *map(_row, actions)]) + "\n"
+def _options(actions: list[argparse.Action]) -> str:
+    rows = []
+    for action in actions:
+        words = " / ".join(action.option_strings) or str(action.metavar)
+        if action.option_strings and action.nargs != 0:
+            words += f" [{action.metavar}]" if action.nargs == "?" else f" {action.metavar}"
+        rows.append((f"`{words}`", _help(action)))
+    return _table(("option", "what it is"), rows)
 
 
-def _row(action: argparse.Action) -> str:
-    named = action.option_strings
-    words = " / ".join(named) or str(action.metavar)
-    takes = f" {action.metavar}" if named and action.nargs is None else ""
-    if named and action.nargs == "?":
-        takes = f" [{action.metavar}]"
-    return f"| `{_cell(words + takes)}` | {_cell(_help(action))} |"
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]], first: str = "---") -> str:
+    """A Markdown table; `first`: how its first column is aligned."""
+
+    def line(cells: Iterable[object]) -> str:
+        return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+    rule = [first, *["---"] * (len(heads) - 1)]
+    return "\n".join(map(line, (heads, rule, *rows))) + "\n"
 
 
 def _help(action: argparse.Action) -> str:
     return (action.help or "").replace("%%", "%")
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":
