@@ -28,7 +28,7 @@ from edgespec.core.errors import (
     did_you_mean,
     naming_extras,
 )
-from edgespec.core.no_room import place_of, write_error
+from edgespec.core.no_room import write_error
 from edgespec.core.options import add_flags, given, usage
 from edgespec.core.texts import forgive_streams, harmless
 from edgespec.verbs.renamed import refuse as refuse_old_name
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 class Verb:
     module: str
     help: str
-    resumes: bool = False
 
 
 VERBS = {
@@ -54,24 +53,17 @@ VERBS = {
     "plan": Verb(
         "edgespec.verbs.plan",
         "before you train: does a drafter for a target fit, does it pay, how long does it take?",
-        resumes=True,
     ),
     "build-drafter": Verb(
-        "edgespec.verbs.build",
-        "make a drafter for a target, export the pair, verify and bundle it",
-        resumes=True,
+        "edgespec.verbs.build", "make a drafter for a target, export the pair, verify and bundle it"
     ),
     "export": Verb(
-        "edgespec.verbs.export",
-        "export two model folders, or a build, for a device: files, checks, bundle",
-        resumes=True,
+        "edgespec.verbs.export", "export two model folders, or a build, for a device: files, checks, bundle"
     ),
-    "push": Verb("edgespec.hub.push", "send a bundle to a hub repository (shows it first)", resumes=True),
-    "pull": Verb("edgespec.hub.pull", "fetch a bundle from a hub repository, checked", resumes=True),
+    "push": Verb("edgespec.hub.push", "send a bundle to a hub repository (shows it first)"),
+    "pull": Verb("edgespec.hub.pull", "fetch a bundle from a hub repository, checked"),
     "study": Verb(
-        "edgespec.verbs.study",
-        "compare losses, data, token selection and initialisations, and write docs",
-        resumes=True,
+        "edgespec.verbs.study", "compare losses, data, token selection and initialisations, and write docs"
     ),
     "chat": Verb("edgespec.verbs.chat", "talk to a bundle"),
     "generate": Verb("edgespec_runtime.chat.generate", "answer one prompt with a bundle"),
@@ -110,6 +102,8 @@ VERBS = {
         "edgespec.completion", "print what makes your shell complete verbs, options and names"
     ),
 }
+RESUMES = {"plan", "build-drafter", "export", "push", "pull", "study"}
+"""Verbs that go on where they were interrupted."""
 
 
 class _Help(argparse.HelpFormatter):
@@ -227,7 +221,7 @@ def _run(arguments: list[str]) -> int:
 
     refuse_old_name(arguments)
     name, *rest = arguments
-    if name in VERBS and VERBS[name].resumes:
+    if name in RESUMES:
         share_processors()  # its hours of torch are spent beside other programs
     module, parser = parser_of(name)
     chosen = settings(name, module, given(parser.parse_intermixed_args(rest)))
@@ -309,14 +303,15 @@ def _code_of(arguments: list[str]) -> int:
             print(f"edgespec: {harmless(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        verb = VERBS.get(arguments[0])
-        hint = "; run the same command again to go on from here" if verb and verb.resumes else ""
+        hint = (
+            "; run the same command again to go on from here" if RESUMES.intersection(arguments[:1]) else ""
+        )
         print(f"\nedgespec: interrupted{hint}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         if _reader_left(error):
             return DONE
-        message = write_error(place_of(error, os.getcwd()), error)
+        message = write_error(os.getcwd(), error, within=True)
         if str(error).startswith("Could not determine home directory"):  # pathlib's, also of '~name'
             message = InputError(
                 "a home directory is not known here: write paths without '~', and set EDGESPEC_HOME and EDGESPEC_CONFIG"

@@ -28,19 +28,20 @@ _FORBIDDEN = {
     errno.ENAMETOOLONG: "the name is too long",
 }
 _DENIED = {errno.EACCES: "permission denied", errno.EPERM: "operation not permitted"}
-_IN_WORDS = (  # of Rust (safetensors, tokenizers), of NumPy, of torch, of llama.cpp
-    re.compile(r"\(os error (?P<number>\d+)\)"),
-    re.compile(r"Not enough free space to write (?P<bytes>\d+) bytes"),
-    re.compile(r"^\d+ requested and \d+ written"),
-    re.compile(r"inline_container.*unexpected pos|PytorchStreamWriter failed writing"),
-    re.compile(r"iostream error"),
+_CUT_SHORT = re.compile(  # NumPy's words, torch's, llama.cpp's
+    r"^\d+ requested and \d+ written|inline_container.*unexpected pos|PytorchStreamWriter failed writing|iostream error"
 )
 
 
-def write_error(path: Path | str, error: BaseException) -> InputError | None:
-    """The message for an error met while writing, or None where it is not about the place written to."""
+def write_error(path: Path | str, error: BaseException, *, within: bool = False) -> InputError | None:
+    """The message for an error met while writing, or None where it is not about the place written to.
+
+    It names `path`; `within`: the file that the error names, where it names one.
+    """
     if isinstance(error, EdgespecError) or not isinstance(error, Exception):
         return None
+    if within:
+        path = getattr(error, "filename2", None) or getattr(error, "filename", None) or path
     found = next(filter(None, map(_full, _chain(error))), None)
     if found:
         reason, wanted = found
@@ -51,11 +52,6 @@ def write_error(path: Path | str, error: BaseException) -> InputError | None:
             f"cannot use {path}: {_DENIED[number]}; allow it or choose another place, then run the same command again"
         )
     return OneProcessError(_message(path, _FORBIDDEN[number], 0)) if number in _FORBIDDEN else None
-
-
-def place_of(error: BaseException, otherwise: Path | str) -> Path | str:
-    """The file that an error names as the one it could not write, else `otherwise`."""
-    return getattr(error, "filename2", None) or getattr(error, "filename", None) or otherwise
 
 
 def _message(path: Path | str, reason: str, wanted: int) -> str:
@@ -80,15 +76,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _full(error: BaseException) -> tuple[str, int] | None:
     """(what is full, bytes that were to be written or 0) where an error says so, by its number or in words."""
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return _FULL[error.errno], 0
-    for pattern in _IN_WORDS:
-        if match := pattern.search(str(error)):
-            groups = match.groupdict()
-            if "number" in groups:
-                reason = _FULL.get(int(groups["number"]))
-                return (reason, 0) if reason else None
-            if "bytes" in groups:
-                return _FULL[errno.ENOSPC], int(groups["bytes"])
-            return "the file could not be written whole", 0
-    return None
+    words = str(error)
+    numbers = [error.errno] if isinstance(error, OSError) else []
+    numbers += map(int, re.findall(r"\(os error (\d+)\)", words))  # Rust: safetensors, tokenizers
+    for number in numbers:
+        if number in _FULL:
+            return _FULL[number], 0
+    if match := re.search(r"Not enough free space to write (\d+) bytes", words):  # NumPy
+        return _FULL[errno.ENOSPC], int(match[1])
+    return ("the file could not be written whole", 0) if _CUT_SHORT.search(words) else None

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError
-from edgespec.core.no_room import place_of, write_error
+from edgespec.core.no_room import write_error
 
 SUFFIXES = frozenset(
     ".json .jsonl .yaml .jinja .md .txt .png .model .onnx .data .gguf .safetensors".split()  # noqa: SIM905
@@ -92,7 +92,7 @@ def hub_errors(repo: str, doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        full = write_error(place_of(cause, os.getcwd()), cause) if isinstance(cause, OSError) else None
+        full = write_error(os.getcwd(), cause, within=True) if isinstance(cause, OSError) else None
         if full is not None:
             raise full from error
         page, login = f"{endpoint()}/{repo}", "log in with `hf auth login`, or set HF_TOKEN"
