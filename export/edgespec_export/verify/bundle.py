@@ -84,7 +84,6 @@ def models_of(options: Options) -> dict[str, Path] | None:
 
 def check_manifest(manifest: Manifest, folders: dict[str, Path] | None) -> list[str]:
     """What the manifest says of tokenizer and shapes that is not so, in words."""
-    assert manifest.folder is not None
     broken = []
     digest = sha256_file(manifest.folder / TOKENIZER / "tokenizer.json")
     if manifest.pair["tokenizer_sha256"] != digest:
@@ -124,7 +123,6 @@ def verify_bundle(options: Options) -> dict[str, Any]:
 
     folders = models_of(options)
     manifest = open_manifest(Path(options.bundle))
-    assert manifest.folder is not None
     files, skipped = files_of(manifest)
     if folders is not None and not options.force:
         own = [(file.engine, file.held) for file in files if file.role == "target"]

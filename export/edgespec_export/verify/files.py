@@ -233,7 +233,6 @@ def verify_alone(
     questions: Questions | None,
 ) -> dict[str, Any]:
     """The files of each model against its most exact one and the manifest; a head's graph has nothing to be held against."""
-    assert manifest.folder is not None
     folder, drafter = manifest.folder / "tokenizer", manifest.drafter
     source = Source(folder, {"vocab_size": manifest.pair["vocab_size"]}, whole=False)
     subset = None if drafter.vocabulary is None else read_vocabulary(manifest.folder / drafter.vocabulary)
@@ -252,7 +251,6 @@ def verify_alone(
 
 def files_of(manifest: Manifest) -> tuple[list[ExportedFile], list[str]]:
     """(files that can be checked, names of those that this edgespec knows no bounds for), after a look for harm in each."""
-    assert manifest.folder is not None
     manifest.check_folder("tokenizer")
     files, skipped = [], []
     for role in ROLES:

@@ -208,7 +208,6 @@ def report(
 
     `bundle` is the SHA-256 of its manifest, which names every file's.
     """
-    assert pair.manifest.folder is not None
     length = fastest_fixed(summaries).draft_length
     drafting = DecodingOptions(**shared_of(options), draft_length=None if length == AUTO else length)
     found = {

@@ -269,7 +269,6 @@ def open_pair(
     engine or precision it does not have, MissingExtra where the engine's package is absent.
     """
     manifest = manifest or open_manifest(folder, hashes=False)
-    assert manifest.folder is not None
     engine, precision = _choose(manifest, options)
     options = replace(options, mode=options.mode or usual_mode(manifest.default, engine, precision))
     ratios = manifest.cost_ratios(engine, precision, fast=options.mode == FAST)

@@ -17,7 +17,6 @@ HELD_OUT = "prompts.jsonl"
 
 def bundled_chats(manifest: Manifest) -> list[list[Message]]:
     """The held-out chats that travel in a bundle. Raises BundleError where its manifest does not list their file."""
-    assert manifest.folder is not None
     path = manifest.folder / HELD_OUT
     if HELD_OUT not in manifest.files:
         raise BundleError(f"{path} is not among the manifest's files, and its prompts are wanted; {AGAIN}")
