@@ -125,13 +125,11 @@ _QWEN3 = Family(
     onnx_tables=_ONE_TABLE,
 )
 _GEMMA = Family(model_type="gemma", tied=True, head_dim=256, norm_offset=1.0, optimum_head_dim=True)
-_GEMMA2 = Family(
+_GEMMA2 = replace(
+    _GEMMA,
     model_type="gemma2",
-    tied=True,
-    head_dim=256,
     hidden_activation=_GELU,
     soft_caps=True,
-    norm_offset=1.0,
     scaled_embedding=True,
     gguf="gemma2",
     gguf_parts=_GEMMA_PARTS,
@@ -139,6 +137,7 @@ _GEMMA2 = Family(
     untied=False,
     large_scale_layers=46,
     onnx_tables=_ONE_TABLE,
+    optimum_head_dim=False,
 )
 FAMILIES = {
     family.model_type: family

@@ -50,13 +50,12 @@ def held(folder: Path, command: str, *, wait: bool = False) -> Iterator[None]:
     """
     told = False
     while (lock := _taken(folder / LOCK)) is None:
+        used = f"{folder} is in use by {_holder(folder / LOCK)}"
         if not wait:
-            raise InputError(
-                f"{folder} is in use by {_holder(folder / LOCK)}; wait for its end, or give another folder"
-            )
+            raise InputError(f"{used}; wait for its end, or give another folder")
         if not told:
-            note(f"{folder} is in use by {_holder(folder / LOCK)}: waiting for its end")
-            told = True
+            note(f"{used}: waiting for its end")
+        told = True
         time.sleep(_POLL)
     try:
         about = {

@@ -284,21 +284,20 @@ def _parse(value: Any, folder: Path) -> Manifest:
         raise BundleError(
             f"it has schema version {repr(version)[:80]}; this edgespec reads {SCHEMA_VERSION} (update edgespec)"
         )
-    listed, default, pair = (_need(value, key, dict) for key in ("files", "default", "pair"))
+    parts = {
+        key: _need(value, key, dict) for key in ("pair", "default", "cost_ratio", "metrics", "provenance")
+    }
+    for key in ("engine", "precision", "reason"):
+        _need(parts["default"], key, str)
+    _need(parts["pair"], "tokenizer_sha256", str)
+    _number(parts["pair"], "vocab_size", MAX_VOCAB_SIZE)
+    listed = _need(value, "files", dict)
     if len(listed) > MAX_FILES:
         raise BundleError(f"it lists {len(listed)} files; at most {MAX_FILES} are wanted")
-    for key in ("engine", "precision", "reason"):
-        _need(default, key, str)
-    _need(pair, "tokenizer_sha256", str)
-    _number(pair, "vocab_size", MAX_VOCAB_SIZE)
     return Manifest(
-        pair=pair,
+        **parts,
         target=_model(value, "target"),
         drafter=_model(value, "drafter"),
-        default=default,
-        cost_ratio=_need(value, "cost_ratio", dict),
-        metrics=_need(value, "metrics", dict),
-        provenance=_need(value, "provenance", dict),
         files={_safe(name): _file(name, entry) for name, entry in listed.items()},
         device=_device(value["device"]) if "device" in value else {},
         folder=folder,

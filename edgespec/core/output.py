@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -46,13 +46,15 @@ def verb_output(json: str = "", *, quiet: bool = False) -> Iterator[None]:
     global _now
     before = _now
     wanted = json == STANDARD_OUTPUT
-    with open(os.devnull, "w", encoding="utf-8") if wanted else nullcontext() as nowhere:
-        _now = _Now(quiet, sys.stdout if wanted else None)
-        try:
-            with redirect_stdout(nowhere) if nowhere else nullcontext():
-                yield
-        finally:
-            _now = before
+    _now = _Now(quiet, sys.stdout if wanted else None)
+    try:
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            redirect_stdout(nowhere if wanted else sys.stdout),
+        ):
+            yield
+    finally:
+        _now = before
 
 
 def write_result(json: str, found: Any, text: str = "") -> None:

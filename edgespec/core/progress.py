@@ -62,18 +62,15 @@ class Bar:
 
     def __str__(self) -> str:
         """'30 %, 3 of 10 files, 12.0s, 28.0s left, target int8'."""
-        made, parts = self.n - self._first, [duration(self.seconds)]
+        share, of, left, rate, made = "", "", "", "", self.n - self._first
         if self.total:
-            parts[:0] = [
-                f"{100 * self.n / self.total:.0f} %",
-                f"{self.n:,.0f} of {self.total:,.0f} {self.unit}",
-            ]
+            share, of = f"{100 * self.n / self.total:.0f} %", f" of {self.total:,.0f}"
             if made and self.n < self.total:
-                parts.append(f"{duration(self.seconds * (self.total - self.n) / made)} left")
-        else:
-            parts[:0] = [f"{self.n:,.0f} {self.unit}"]
-        rate = f"{count(self._tokens / max(1e-9, self.seconds))} tok/s" if self._tokens else ""
-        return ", ".join(filter(None, [*parts, self._said, rate]))
+                left = f"{duration(self.seconds * (self.total - self.n) / made)} left"
+        if self._tokens:
+            rate = f"{count(self._tokens / max(1e-9, self.seconds))} tok/s"
+        counted = f"{self.n:,.0f}{of} {self.unit}"
+        return ", ".join(filter(None, [share, counted, duration(self.seconds), left, self._said, rate]))
 
 
 class _Lines(Bar):

@@ -35,6 +35,9 @@ def table(
         if sum(widths) > room:
             widths[0] = max(len(row[0]) for row in cells)
 
+    def joined(parts: Sequence[str]) -> str:
+        return f"| {' | '.join(parts)} |" if markdown else "  ".join(parts).rstrip()
+
     def lines(row: Sequence[str]) -> Iterator[str]:
         folded = [
             [cell] if len(cell) <= width else wrap(cell, width, break_on_hyphens=False)
@@ -45,16 +48,13 @@ def table(
                 part.ljust(width) if i < left else part.rjust(width)
                 for i, (part, width) in enumerate(zip(parts, widths, strict=True))
             ]
-            yield "| " + " | ".join(padded) + " |" if markdown else "  ".join(padded).rstrip()
+            yield joined(padded)
 
     dashes = ["-" * width for width in widths]
-    rule = (
-        "| " + " | ".join(d if i < left else d[:-1] + ":" for i, d in enumerate(dashes)) + " |"
-        if markdown
-        else "  ".join(dashes)
-    )
+    if markdown:
+        dashes[left:] = [dash[:-1] + ":" for dash in dashes[left:]]
     body = (painted(place, line) for place, row in enumerate(cells[1:]) for line in lines(row))
-    return "\n".join([*lines(cells[0]), rule, *body])
+    return "\n".join([*lines(cells[0]), joined(dashes), *body])
 
 
 def _least(place: int, column: Sequence[str], left: int) -> int:
