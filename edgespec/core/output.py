@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,16 +57,17 @@ def verb_output(json: str = "", *, quiet: bool = False) -> Iterator[None]:
         _now = before
 
 
-def write_result(json: str, found: Any, text: str = "") -> None:
-    """The verb's result as JSON, to where `json` says. `text`: its JSON in a form of the verb's own, for a file."""
+def write_result(json: str, found: Any, form: Callable[[Any], str] | None = None) -> None:
+    """The verb's result as JSON, to where `json` says. `form` makes the text of a file, for a verb that has a form of its own."""
     if json == STANDARD_OUTPUT:
         out = _now.out or sys.stdout
         print(printable_json(found, out), file=out, flush=True)
     elif json:
-        if text:
-            write_text(Path(json).expanduser(), text)
+        file, plain = Path(json).expanduser(), without_nan(found)
+        if form is None:
+            write_json(file, plain)
         else:
-            write_json(Path(json).expanduser(), without_nan(found))
+            write_text(file, form(plain))
         note(f"wrote {json}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
 from dataclasses import fields
@@ -13,6 +14,7 @@ import pytest
 
 from edgespec.cli import VERBS, main, parser_of
 from edgespec.core import progress as progress_module
+from edgespec.core.files import compact_json
 from edgespec.core.options import given
 from edgespec.core.output import next_step, note, step, verb_output, write_result
 from edgespec.core.progress import progress
@@ -79,6 +81,13 @@ def test_what_is_said_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("a \ufffd[2Jstep\n", "a \ufffd[2Jnote\n")
     print("as before")
     assert capsys.readouterr().out == "as before\n"
+
+
+def test_a_file_of_json_has_null_for_what_is_no_number(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    for form in (None, compact_json):
+        write_result(str(file), {"rows": [{"rate": math.nan}]}, form)
+        assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"rows": [{"rate": None}]}
 
 
 def test_the_next_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -280,8 +280,7 @@ def run(given: dict[str, Any]) -> int:
     for one in found:
         print(text(*one), end="\n\n", flush=True)
     if options.json:
-        measured = as_json(*found[0])
-        write_result(options.json, measured, compact_json(measured))
+        write_result(options.json, as_json(*found[0]), compact_json)
     _write(options, found)
     return 0
 
