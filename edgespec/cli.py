@@ -303,9 +303,8 @@ def _code_of(arguments: list[str]) -> int:
             print(f"edgespec: {harmless(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        hint = (
-            "; run the same command again to go on from here" if RESUMES.intersection(arguments[:1]) else ""
-        )
+        goes_on = not RESUMES.isdisjoint(arguments[:1])
+        hint = "; run the same command again to go on from here" if goes_on else ""
         print(f"\nedgespec: interrupted{hint}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:

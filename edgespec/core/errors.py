@@ -100,8 +100,6 @@ def did_you_mean(seen: str, known: Iterable[str]) -> str:
     near = {name: difflib.SequenceMatcher(None, name.lstrip("-"), bare).ratio() for name in names}
     best = max(near.values(), default=0.0)
     close = [name for name in names if near[name] == best >= 0.6] or (ending if len(ending) == 1 else [])
-    return (
-        f"; did you mean {' or '.join(map(repr, close))}?"
-        if close
-        else f"; known: {', '.join(names) or 'none'}"
-    )
+    if close:
+        return f"; did you mean {' or '.join(map(repr, close))}?"
+    return f"; known: {', '.join(names) or 'none'}"

@@ -181,12 +181,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json; done last, it is what makes a folder a bundle."""
     plain = {"schema_version": SCHEMA_VERSION, **asdict(manifest)}
     del plain["folder"]
-    usual = {
-        "vocabulary": None,
-        "fast": {},
-        "kind": MODEL,
-        "device": {},
-    }  # left out, as before there was such
+    # left out, as before there was such
+    usual: dict[str, Any] = {"vocabulary": None, "fast": {}, "kind": MODEL, "device": {}}
     for part in (plain, plain["target"], plain["drafter"]):
         for name in usual.keys() & part.keys():
             if part[name] == usual[name]:
@@ -202,9 +198,8 @@ def read_manifest(folder: Path) -> Manifest:
         if (folder / "config.json").is_file() or (folder.suffix.lower() == ".gguf" and folder.is_file()):
             words = f"{folder} is a model and no pair: edgespec build-drafter --target {folder}, or export with --drafter SMALLER"
         raise BundleError(words)
-    with _naming(path):
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise BundleError(f"it is a link to {path.resolve()}, outside the bundle")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BundleError(f"{path} is a link to {path.resolve()}, outside the bundle; {AGAIN}")
     value = read_json(path, error=BundleError, limit=MAX_MANIFEST_BYTES, strict=True)
     with _naming(path):
         return _parse(value, folder)
