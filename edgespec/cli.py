@@ -127,15 +127,14 @@ class _Parser(argparse.ArgumentParser):
             if action.nargs == "?"
             for flag in action.option_strings
         }
-        found: list[str] = []
-        for word in words:
-            bare, suffix = alone.get(found[-1], ("", "")) if found else ("", "")
-            if suffix and (word == bare or word.endswith(suffix)):
-                found[-1] = f"{found[-1]}={word}"
-            else:
-                if suffix:
-                    found[-1] = f"{found[-1]}={bare}"
-                found.append(word)
+        waiting, found = [*words], list[str]()
+        while waiting:
+            word = waiting.pop(0)
+            if word in alone:
+                bare, suffix = alone[word]
+                follows = waiting and (waiting[0] == bare or waiting[0].endswith(suffix))
+                word = f"{word}={waiting.pop(0) if follows else bare}"
+            found.append(word)
         return found
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:

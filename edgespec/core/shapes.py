@@ -134,15 +134,15 @@ class ModelShape:
                 "decoder-only (causal) model"
             )
 
-        def need(name: str) -> Any:
+        def need(name: str) -> int:
             if config.get(name) is None:
                 hint = "a Llama-style decoder config is needed"
                 if "text_config" in config:
                     hint = "it reads more than text: save only its text model (such as Gemma3ForCausalLM) and give that"
                 raise InputError(f"config.json ({config.get('model_type')}) has no {name!r}; {hint}")
-            return config[name]
+            return int(config[name])
 
-        hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))
+        hidden, heads = need("hidden_size"), need("num_attention_heads")
         new = config.get("rope_parameters") or {}
         new = new.get(FULL) or new
         family = family_named(config.get("model_type", ""))
@@ -151,12 +151,12 @@ class ModelShape:
         theta = new.get("rope_theta") or config.get("rope_theta")
         return cls(
             hidden=hidden,
-            layers=int(need("num_hidden_layers")),
+            layers=need("num_hidden_layers"),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or family.head_dim or hidden // heads),
-            intermediate=int(need("intermediate_size")),
-            vocab_size=int(need("vocab_size")),
+            intermediate=need("intermediate_size"),
+            vocab_size=need("vocab_size"),
             tied=bool(config.get("tie_word_embeddings", family.tied)),
             context_length=int(config.get("max_position_embeddings") or 2048),
             rope_theta=float(theta or family.rope_theta),
