@@ -133,8 +133,9 @@ def export_pair(
     results: dict[str, Any] = read_json(notes_file) if notes_file.exists() else {}
     done = [file for file in files if file.path.exists()]
     subsets = {"target": None, "drafter": None if head else subset_of(target_folder, drafter_folder)}
+    models = sources if reader is None else {"target": target_folder}
     mixed = {
-        role: Mixed(source, role, texts, options, subsets[role]) for role, source in sources.items() if texts
+        role: Mixed(source, role, texts, options, subsets[role]) for role, source in models.items() if texts
     }
     with progress("export", len(files), "files", done=len(done)) as bar:
         for file in files:
