@@ -253,7 +253,7 @@ def row_of(
     if length is not None and counts.drafted:
         context = costs[0].contexts[0]
         step, size = (sum(each.at(context).verify(count) for each in costs) for count in (1, length + 1))
-        draft = sum(each.draft(context) for each in costs)
+        draft = sum(each.at(context).draft for each in costs)
         bound = predicted_speedup(counts.block_efficiency, length, draft / step, size / step)
         ratios = [mine / base / bound for mine, base in zip(rates[name], rates[PLAIN], strict=True)]
         limit, reached = f"{bound:.2f}", interval(*over_prompts(ratios, prompts))

@@ -95,7 +95,7 @@ def test_measured_costs_go_before_a_budget(
         shapes = {"target": outline(target), "drafter": outline(DRAFTER)}
         store_costs(Subject(shapes, {}, "onnxruntime", "int4", 2, None, 512), table, seconds=5.0)
     [way] = measured(TARGET, DRAFTER)
-    assert (way.measured, way.at.costs, way.at.context) == (True, table, 200)
+    assert (way.measured, way.at) == (True, table.at(200))
     assert way.at.speedup(0.7, 3) == pytest.approx((1 - 0.7**4) / 0.3 / (3 * 0.02 + 1.3))
     out = planned(capsys, *PAPER)
     assert "Measured: 2 threads" in out
@@ -123,7 +123,7 @@ def test_costs_of_a_file_type_that_the_plan_does_not_know(
     table = Costs((200,), ((0.1,) * 8,), (0.002,))
     store_costs(Subject(shapes, {}, "llama.cpp", "q5_k_s", 2, None, 512), table, seconds=5.0)
     [way] = measured(TARGET, DRAFTER)
-    assert (way.name, way.at.costs) == ("llama.cpp q5_k_s", table)
+    assert (way.name, way.at) == ("llama.cpp q5_k_s", table.at(200))
     assert way.byte_ratio == pytest.approx(DRAFTER.streamed_parameters / TARGET.streamed_parameters)
 
 
@@ -137,7 +137,7 @@ def test_what_doctor_keeps_is_found(both: Path, monkeypatch: pytest.MonkeyPatch,
     finally:
         pair.close()
     found = measured(*shapes)
-    assert [(way.name, way.at.costs.draft_seconds) for way in found] == [("llama.cpp q8_0", (0.001,))]
+    assert [(way.name, way.at.draft) for way in found] == [("llama.cpp q8_0", 0.001)]
 
 
 def test_fastest_counts_tokens_and_not_ratios() -> None:

@@ -14,6 +14,7 @@ from edgespec.planning.estimate import disk_peak
 from edgespec.planning.export_costs import passing_bytes
 from edgespec.planning.hardware import GIB, Hardware
 from edgespec.planning.plan_stages import (
+    ON_HOST,
     TOGETHER,
     StageTime,
     for_processes,
@@ -92,16 +93,11 @@ def test_what_the_rooms_do_is_what_is_timed() -> None:
 
     building = REPOSITORY / "edgespec" / "building"
     pipeline = "".join(path.read_text(encoding="utf-8") for path in sorted(building.glob("pipeline*.py")))
-    together = [
-        getattr(knobs, name := part.partition(",")[0].strip().strip('"'), name)
-        for part in pipeline.split("self.stage(\n")[1:]
-        if "together=True" in part.split("\n        )")[0]
-    ]
-    together.remove("stage")  # of the method that writes instructions, in the stages that its callers name
-    together += [
-        getattr(knobs, name) for name in re.findall(r"self\._write_instructions\(\s*(\w+)", pipeline)
-    ]
-    assert sorted({*together}) == sorted(TOGETHER)
+    names = re.findall(r'self\.(?:stage|_write_instructions)\(\s*"?(\w+)', pipeline)
+    stages = {getattr(knobs, name, name) for name in names}
+    stages.remove("stage")  # of methods whose callers name it
+    assert stages - {*TOGETHER} == {"data", "plan", "evaluate", *ON_HOST}
+    assert {*TOGETHER} < stages
 
 
 def test_storage_adds_up() -> None:

@@ -157,7 +157,7 @@ def test_a_rule_that_needs_the_drafters_distribution_is_refused_beside_lookup(pa
 def test_a_reply_says_why_there_are_no_drafts(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Schedules, "_measured", lambda self: costs_of(STEEP, 0.1))
+    monkeypatch.setattr(Schedules, "_costs", costs_of(STEEP, 0.1))
     chat = new_chat(pair, draft_length=None, max_new_tokens=30, drafter=MODEL)
     chat.reply("Hello")
     shown = capsys.readouterr().err

@@ -137,7 +137,7 @@ class AtKeptCosts:
         return self._schedule.origin
 
     def observe(self, outcome: Outcome) -> None:
-        drafting = outcome.drafted * CHEAP_DRAFTS.draft(32)
+        drafting = outcome.drafted * CHEAP_DRAFTS.at(32).draft
         seconds = drafting + CHEAP_DRAFTS.at(32).verify(outcome.size)
         self._schedule.observe(outcome._replace(draft_seconds=drafting, seconds=seconds))
 

@@ -98,7 +98,7 @@ def test_the_openai_client_understands_our_errors(client: openai.OpenAI) -> None
 
 def test_an_answer_says_why_it_has_no_drafts(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they do not pay, where the request wants none, where there is no drafter; nothing where some were made."""
-    monkeypatch.setattr(Schedules, "_measured", lambda self: costs_of(STEEP, 0.1))
+    monkeypatch.setattr(Schedules, "_costs", costs_of(STEEP, 0.1))
 
     def off(url: str, **fields: Any) -> Any:
         body = {**CHAT, **fields}

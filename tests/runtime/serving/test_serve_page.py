@@ -121,7 +121,7 @@ def test_the_strip_says_why_there_are_no_drafts(
     bundle: Path, tab: Tab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the reply comes, and when it is finished."""
-    monkeypatch.setattr(Schedules, "_measured", lambda self: costs_of(STEEP, 0.1))
+    monkeypatch.setattr(Schedules, "_costs", costs_of(STEEP, 0.1))
     why = (
         r"Off: a draft of 1 token and its pass cost [\d.]+ plain steps here; the drafter would need α [\d.]+, "
         r"it has [\d.]+(; copies from the text go on)?\."
