@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -48,10 +48,10 @@ def verb_output(json: str = "", *, quiet: bool = False) -> Iterator[None]:
     wanted = json == STANDARD_OUTPUT
     _now = _Now(quiet, sys.stdout if wanted else None)
     try:
-        with (
-            open(os.devnull, "w", encoding="utf-8") as nowhere,
-            redirect_stdout(nowhere if wanted else sys.stdout),
-        ):
+        with ExitStack() as opened:
+            if wanted:
+                nowhere = opened.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                opened.enter_context(redirect_stdout(nowhere))
             yield
     finally:
         _now = before
