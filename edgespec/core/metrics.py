@@ -32,8 +32,9 @@ class RawCounts:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     total_seconds: float = 0.0  # decoding without prefill; the rest of it is sampling and the loop
+    behind: int = 0  # drafter steps behind drafts: they say what the rule wants to know there, and give no token
 
-    def add_block(self, drafted: int, accepted: int, emitted: int, copied: int = 0) -> None:
+    def add_block(self, drafted: int, accepted: int, emitted: int, copied: int = 0, behind: int = 0) -> None:
         """Count one verified block: `accepted` of `drafted` draft tokens passed, `emitted` tokens left the loop.
 
         `emitted` is accepted + 1, or less where an end-of-turn among the accepted tokens cut the block short.
@@ -41,6 +42,7 @@ class RawCounts:
         self.blocks += 1
         self.drafted += drafted
         self.copied += copied
+        self.behind += behind
         self.emitted += emitted
         while len(self.tested) < drafted:
             self.tested.append(0)
@@ -69,8 +71,11 @@ class RawCounts:
         return self.drafted / self.blocks if self.blocks else float("nan")
 
     def computed(self, draft_length: float) -> float:
-        """Drafter steps a block of that draft length takes: without the share that was copied, which costs nothing (for MBSU)."""
-        return draft_length * (1.0 - self.copied / self.drafted) if self.drafted else draft_length
+        """Drafter steps a block of that draft length takes, for MBSU: without the share that was copied, which costs nothing,
+        and with those behind a draft."""
+        copied = self.copied / self.drafted if self.drafted else 0.0
+        behind = self.behind / self.blocks if self.blocks else 0.0
+        return draft_length * (1.0 - copied) + behind
 
     @property
     def acceptance_rate(self) -> float:
@@ -110,7 +115,7 @@ def expected_acceptance(p: Any, q: Any) -> Any:
 def mbsu(block_efficiency: float, draft_length: float, cost_ratio: float) -> float:
     """Memory-bound speed-up τ / (cγ + 1) (direct alignment section 3; the printed numerator cτ is a misprint).
 
-    `draft_length`: γ, of which tokens that were copied are no part (`RawCounts.computed`).
+    `draft_length`: γ, as the drafter steps that it takes (`RawCounts.computed`).
     """
     return block_efficiency / (cost_ratio * draft_length + 1.0)
 

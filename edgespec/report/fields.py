@@ -98,7 +98,8 @@ class Fields:
         tested, accepted = ([int(one) for one in self.numbers(name)] for name in ("tested", "accepted"))
         if any(not 0 <= mine <= its for mine, its in zip_longest(accepted, tested, fillvalue=-1)):
             raise self._refused("accepted", accepted, f"at most what was tested, {tested}, at every position")
-        whole, seconds = ("blocks", "drafted", "copied", "emitted"), ("prefill", "draft", "verify", "total")
+        whole = ("blocks", "drafted", "copied", "behind", "emitted")
+        seconds = ("prefill", "draft", "verify", "total")
         values: dict[str, Any] = {name: self.whole(name) or 0 for name in whole}
         values |= {f"{name}_seconds": self.number(f"{name}_seconds") or 0.0 for name in seconds}
         for name, value in values.items():

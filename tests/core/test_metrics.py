@@ -72,6 +72,14 @@ def test_copies_take_no_drafter_step() -> None:
     assert (counts.copied, counts.computed(4)) == (2, 3)
 
 
+def test_a_step_behind_a_draft_is_a_step_of_its_block() -> None:
+    counts = RawCounts()
+    counts.add_block(drafted=3, accepted=3, emitted=4, behind=1)
+    assert counts.computed(3) == 4
+    counts.add_block(drafted=0, accepted=0, emitted=1)
+    assert (counts.behind, counts.computed(3)) == (1, 3.5)
+
+
 def test_seconds_outside_both_models_are_the_loops() -> None:
     counts = RawCounts(emitted=30, draft_seconds=0.25, verify_seconds=0.5, total_seconds=1.5)
     assert counts.loop_seconds == 0.75

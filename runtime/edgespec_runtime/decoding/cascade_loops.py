@@ -10,6 +10,7 @@ and in no block):
     token cascade       drafted = accepted = tokens the drafter wrote; nothing is taken back; 1/τ is the share of deferrals
     sequence cascade    drafted = the drafter's reply, all of it accepted or none; no blocks where it was kept
     BiLD                as in `loop.decode`; a draft token is rejected where it is rolled back
+A look at the drafter that finds it unsure is a step behind its draft.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class CascadeState(ReplyState):
         draft = Draft()
         while len(draft.tokens) < most and not self.is_over():
             logits = self.draft_logits()
-            if logits is None or highest_probability(logits) < 1 - a:
+            if logits is None:
+                break
+            if highest_probability(logits) < 1 - a:
+                self.counts.behind += 1
                 break
             if keeps_logits:
                 draft.logits.append(logits.copy())

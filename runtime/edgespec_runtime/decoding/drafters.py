@@ -79,6 +79,7 @@ def propose(
                     draft.logits.append(guess.logits.copy())
             draft.q.append(q)
             if last:
+                draft.behind = int(guess.logits is not None)
                 break
             token = source.sample(q, len(ids))
             draft.tokens.append(token)

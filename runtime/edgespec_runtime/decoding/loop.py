@@ -90,7 +90,7 @@ def decode(
             accepted = min(accepted, len(new))  # a stop token among them ends the reply
 
             reply.settle()
-            counts.add_block(drafted, accepted, len(new), proposed.copied)
+            counts.add_block(drafted, accepted, len(new), proposed.copied, proposed.behind)
             schedule.observe(reply.clock.outcome(drafted, accepted, len(new), len(rows), origin))
             reply.clock.end()
             yield Block(tuple(new), accepted, reply.finish)

@@ -68,7 +68,8 @@ def metrics_of(
 ) -> dict[str, float | None]:
     """Metrics of a run: tokens per second, τ, α, mean γ, MBSU for each cost ratio (None where they mean nothing).
 
-    MBSU is that of `draft_length`, or of the mean γ where it was chosen block by block; what was copied costs nothing.
+    MBSU is that of `draft_length`, or of the mean γ where it was chosen block by block; what was copied costs nothing, and a
+    drafter step behind a draft costs what the others do.
     """
     values: dict[str, float | None] = {"tokens_per_second": counts.token_rate if counts.emitted else None}
     if counts.drafted and counts.blocks:  # a drafter that wrote alone made no block

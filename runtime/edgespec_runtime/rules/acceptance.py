@@ -28,12 +28,14 @@ class Draft:
         is missing where the drafter has nothing to say there.
     logits: the drafter's own, unwarped, float32 [V], one for each entry of `q`; only where the rule is `raw`.
     copied: how many of the tokens no model computed (prompt lookup).
+    behind: 1 where a model computed the q behind the draft, else 0.
     """
 
     tokens: list[int] = field(default_factory=list)
     q: list[Categorical] = field(default_factory=list)
     logits: list[Logits] = field(default_factory=list)
     copied: int = 0
+    behind: int = 0
 
 
 class Position:

@@ -151,6 +151,8 @@ def test_counts_of_a_token_cascade() -> None:
     # the last two draft tokens had no pass behind them
     assert sum(counts.accepted) == sum(counts.tested) == 12
     assert setup.target_engine.passes == [4, 8]
+    assert setup.draft_engine is not None
+    assert len(setup.draft_engine.passes) == 12 + counts.behind == 14  # behind each 3 it was asked in vain
 
 
 def test_a_token_cascade_calls_the_target_after_ten_draft_tokens() -> None:
@@ -174,6 +176,8 @@ def test_counts_of_bild() -> None:
     assert counts.accepted == [3, 2, 1, 0, 0]
     assert counts.tested == [3, 2, 1, 1, 0]
     assert setup.target_engine.passes == [6, 3, 2]
+    assert setup.draft_engine is not None
+    assert len(setup.draft_engine.passes) == 8 + counts.behind == 10  # behind each 6 it was asked in vain
 
 
 @pytest.mark.parametrize(("a", "kept"), [(0.0, False), (0.3, True)])

@@ -14,6 +14,7 @@ from edgespec_runtime.decoding import block_clock, reply_state
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, MOST_CHOSEN, DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome
+from edgespec_runtime.decoding.speed import metrics_of
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from exact_law import target_law
 from loop_setup import Setup, V
@@ -274,6 +275,22 @@ def test_every_pass_is_of_the_part_that_makes_it(monkeypatch: pytest.MonkeyPatch
     assert counts.total_seconds == counts.draft_seconds + counts.verify_seconds
     found = {(each.choosing_seconds, each.draft_seconds, each.seconds) for each in told.outcomes}
     assert found == {(0, 2000, 2001)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "mixes"),
+    [("lossless", 1.0, False), ("lenient-lin", 0.0, False), ("lenient-lin", 1.0, True), ("chow", 0.0, True)],
+)
+def test_memory_bound_speed_up_counts_every_drafter_step(rule: str, temperature: float, mixes: bool) -> None:
+    """A rule that mixes p and q has one more in every block; greedily the lenient ones are the lossless rule."""
+    setup = Setup(random_model(5, V), random_model(6, V))
+    setup.run([1], rule=rule, temperature=temperature, seed=0, draft_length=3, drafter=MODEL)
+    assert setup.draft_engine is not None
+    counts, steps = setup.counts, len(setup.draft_engine.passes)
+    assert steps == counts.drafted + counts.behind
+    assert counts.behind == mixes * counts.blocks
+    found = metrics_of(counts, None, {"bytes": 0.1})["mbsu_bytes"]
+    assert found == pytest.approx(counts.emitted / (counts.blocks + 0.1 * steps))
 
 
 def test_reading_the_prompt_is_no_part_of_a_block() -> None:
