@@ -294,12 +294,18 @@ def as_flags(values: Mapping[str, Any], prefix: str = "", prose: Collection[str]
             case list() | tuple() if flag in prose:
                 import json  # only now: --help does not wait for it
 
-                words += [f"--{flag}", json.dumps(value, ensure_ascii=False)]
+                words += _flag(flag, json.dumps(value, ensure_ascii=False))
             case list() | tuple():
-                words += [f"--{flag}", ",".join(map(str, value))]
+                words += _flag(flag, ",".join(map(str, value)))
             case _:
-                words += [f"--{flag}", str(value)]
+                words += _flag(flag, str(value))
     return words
+
+
+def _flag(flag: str, value: str) -> list[str]:
+    """A flag with its value, which a sign ties to it where it looks like a flag itself (-0.5,0.5)."""
+    tied = value.startswith("-") and value != "-"
+    return [f"--{flag}={value}"] if tied else [f"--{flag}", value]
 
 
 def command_line(verb: str, kind: type[Any], values: Mapping[str, Any]) -> str:

@@ -78,6 +78,12 @@ def test_flags_and_values_are_inverse() -> None:
     assert as_flags(parse(words)) == words
 
 
+@pytest.mark.parametrize("value", ["-0.5,0.5", "-x", "-"])
+def test_a_value_that_looks_like_a_flag_stays_one(value: str) -> None:
+    words = as_flags({"target": value})
+    assert parse(words) == {"target": value}
+
+
 @pytest.mark.parametrize(
     ("verb", "values", "command"),
     [
