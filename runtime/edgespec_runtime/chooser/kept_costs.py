@@ -141,7 +141,7 @@ def _read(path: Path, note: Callable[[str], None]) -> Kept | None:
         table = {name: _tuples(rows) for name, rows in value["costs"].items()}
         kept = Kept(subject, Costs(**table), float(value["seconds"]))
         return kept if subject.file() == path else None
-    except (InputError, OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (InputError, OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         note(f"{path} is damaged and not used ({type(error).__name__}: {str(error)[:200]})")
         return None
 

@@ -11,7 +11,7 @@ pass of one token).
 
 from __future__ import annotations
 
-import math
+import sys
 from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -44,13 +44,14 @@ class Costs:
     def __post_init__(self) -> None:
         count, lengths = len(self.contexts), {len(row) for row in self.verify_seconds}
         passes = [seconds for row in self.verify_seconds for seconds in row]
+        most = sys.float_info.max  # a whole number of JSON may be larger
         if not (
             all(low < high for low, high in pairwise((0, *self.contexts)))
             and 0 < count == len(self.verify_seconds) == len(self.draft_seconds)
             and len(lengths) == 1
             and passes
-            and all(0 < seconds < math.inf for seconds in passes)
-            and all(0 <= seconds < math.inf for seconds in self.draft_seconds)
+            and all(0 < seconds <= most for seconds in passes)
+            and all(0 <= seconds <= most for seconds in self.draft_seconds)
         ):
             raise InputError(
                 f"a table of costs has the contexts {self.contexts}, passes of up to {sorted(lengths)} tokens in "
