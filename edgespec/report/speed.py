@@ -72,10 +72,11 @@ def why(bench: Bench) -> str:
         return ""
     tau = best.tau[0]
     made = best.number("mean_draft_length") or best.draft_length  # fewer than γ where drafts end early
-    drafting, memory, cost = made * drafter, tau / bound, tau / best.speedup[0]
+    steps_made = made + (best.number("behind") or 0.0)
+    drafting, memory, cost = steps_made * drafter, tau / bound, tau / best.speedup[0]
     reads = f"{round((memory - 1.0) / ratio, 1) + 0.0:g}"  # without what was copied; + 0.0: never "-0"
     left = cost - drafting - verify
-    steps = "one drafter step takes" if f"{made:.2g}" == "1" else f"{made:.2g} drafter steps take"
+    steps = "one drafter step takes" if f"{steps_made:.2g}" == "1" else f"{steps_made:.2g} drafter steps take"
     rest = f", and sampling and the loop take about {left:.2f}" if left > LOOP else ""
     if left < -LOOP:
         rest = "; these medians add up to more than the whole, so the machine was not steady"

@@ -81,6 +81,7 @@ class Summary:
     mbsu: dict[str, float]
     draft_cost: float
     verify_cost: float
+    behind: float  # drafter steps behind a draft, in a block
     identical: int  # prompts whose reply has the same tokens as the plain one
 
     @property
@@ -96,9 +97,9 @@ class Summary:
 
     @property
     def predicted(self) -> float:
-        """τ / (γ·c_t + v(γ + 1)), from the measured costs; NaN without a block."""
-        efficiency = self.block_efficiency[0]
-        return predicted_speedup(efficiency, self.mean_draft_length, self.draft_cost, self.verify_cost)
+        """τ / (γ·c_t + v(γ + 1)), from the measured costs, with steps behind drafts in γ; NaN without a block."""
+        steps = self.mean_draft_length + self.behind
+        return predicted_speedup(self.block_efficiency[0], steps, self.draft_cost, self.verify_cost)
 
 
 class _Runs:
@@ -154,7 +155,8 @@ def _pass_seconds(run: Run) -> float:
 
 
 def _draft_step_seconds(run: Run) -> float:
-    return run.counts.draft_seconds / run.counts.drafted if run.counts.drafted else math.nan
+    steps = run.counts.drafted + run.counts.behind
+    return run.counts.draft_seconds / steps if steps else math.nan
 
 
 def identical_prompts(runs: Sequence[Run]) -> int:
@@ -193,8 +195,9 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
                 block_efficiency=efficiency,
                 acceptance_rate=total.acceptance_rate,
                 mbsu={name: mbsu(efficiency[0], charged, c) for name, c in cost_ratios.items()},
-                draft_cost=_middle(steps) if total.drafted else 0.0,
+                draft_cost=_middle(steps) if total.drafted + total.behind else 0.0,
                 verify_cost=_middle(passes),
+                behind=total.behind / total.blocks if total.blocks else 0.0,
                 identical=len(grouped.identical(length)),
             )
         )
@@ -348,7 +351,7 @@ def verdict(summaries: Sequence[Summary]) -> str:
             f" At {best.name} it is {interval(*best.speedup)}x. Over all tokens the chosen γ has {interval(*chosen.of_fastest)} "
             f"of the rate of {fastest.name}, the fastest in hindsight."
         )
-    block = (best.block_efficiency[0], best.mean_draft_length, best.draft_cost, best.verify_cost)
+    block = (best.block_efficiency[0], best.mean_draft_length, best.draft_cost, best.verify_cost, best.behind)
     sums = f" ({_block_sums(*block)})" if best.blocks else ""
     if best.prompts < LEAST_PROMPTS:
         few = f"{many(best.prompts, 'prompt')} cannot tell whether speculation pays here"
@@ -367,22 +370,27 @@ def verdict(summaries: Sequence[Summary]) -> str:
     return f"Speculation does not pay here: {measured}. {cause}{beside}"
 
 
-def _block_sums(efficiency: float, draft_length: float, draft_cost: float, verify_cost: float) -> str:
+def _block_sums(tau: float, length: float, draft_cost: float, verify_cost: float, behind: float) -> str:
     """What a block of γ drafts yields (τ) and costs (γ·c_t + v), in words."""
-    drafting = draft_length * draft_cost
-    steps = f"{drafting:.2f} for {draft_length:.2g} drafter step{'s' * (f'{draft_length:.2g}' != '1')}"
+    made, drafting = f"{length + behind:.2g}", (length + behind) * draft_cost
+    steps = f"{drafting:.2f} for {made} drafter step{'s' * (made != '1')}"
     return (
-        f"a block yields {efficiency:.2f} tokens and costs {drafting + verify_cost:.2f} plain steps: "
-        f"{steps}, {verify_cost:.2f} for verifying {draft_length + 1:.2g} tokens"
+        f"a block yields {tau:.2f} tokens and costs {drafting + verify_cost:.2f} plain steps: "
+        f"{steps}, {verify_cost:.2f} for verifying {length + 1:.2g} tokens"
     )
 
 
 def block_cause(
-    acceptance_rate: float, efficiency: float, draft_length: float, draft_cost: float, verify_cost: float
+    acceptance_rate: float,
+    efficiency: float,
+    draft_length: float,
+    draft_cost: float,
+    verify_cost: float,
+    behind: float = 0.0,
 ) -> str:
     """What is most in the way: a block gains τ − 1 tokens over a plain step, for γ·c_t of drafting and v − 1 of verifying."""
-    sums = _block_sums(efficiency, draft_length, draft_cost, verify_cost)
-    drafting, verifying = draft_length * draft_cost, verify_cost - 1.0
+    sums = _block_sums(efficiency, draft_length, draft_cost, verify_cost, behind)
+    drafting, verifying = (draft_length + behind) * draft_cost, verify_cost - 1.0
     attainable = predicted_block_efficiency(GOOD_ACCEPTANCE, draft_length)
     if acceptance_rate < GOOD_ACCEPTANCE and attainable > drafting + verify_cost:
         return f"Acceptance is too low, α = {acceptance_rate:.2f} ({sums})."

@@ -65,6 +65,21 @@ def test_the_row_goes_by_the_drafts_that_were_made() -> None:
     ]
 
 
+def test_steps_behind_drafts_are_steps_of_the_drafter() -> None:
+    """One in each of the 20 blocks: 0.08 s are those of 100 steps."""
+    plain = [run_of(prompt, PLAIN, 0.6) for prompt in range(LEAST_PROMPTS)]
+    drafted = [run_of(prompt, AUTO, 0.9) for prompt in range(LEAST_PROMPTS)]
+    for run in drafted:
+        run.counts.behind = 20
+    summaries = summarise([*plain, *drafted], {"bytes": 0.05})
+    own = summaries[-1]
+    assert own.draft_cost == pytest.approx(0.08)
+    assert own.predicted == pytest.approx(3.0 / (5 * 0.08 + 1.5))
+    assert own.mbsu == {"bytes": pytest.approx(mbsu(3.0, 5, 0.05))}
+    words = "costs 1.90 plain steps: 0.40 for 5 drafter steps, 1.50 for verifying 5 tokens"
+    assert words in verdict(summaries)
+
+
 # a random model is hardly sure of anything: thresholds at which it drafts all the same
 @pytest.mark.parametrize("rule", ["bild:a_f=1", "token-cascade:a=1", "sequence-cascade"])
 def test_every_prompt_is_decoded_once_plainly_and_once_by_the_rule(pair: Pair, rule: str) -> None:
