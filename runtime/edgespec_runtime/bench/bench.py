@@ -27,6 +27,7 @@ from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
 from edgespec.core.table import count, duration, many
+from edgespec.shell.environment import as_typed
 from edgespec_runtime.bench.dialogues import Dialogue, Questions, fitting_dialogues
 from edgespec_runtime.bench.plot import plot_bench
 from edgespec_runtime.bench.report import (
@@ -186,10 +187,10 @@ def shared_of(options: Options) -> dict[str, Any]:
 
 def provenance(verb: str, given: dict[str, Any]) -> dict[str, Any]:
     """Which command ran, when and where."""
-    words = {name: value for name, value in given.items() if name != "bundle"}
+    bundle, words = as_typed(Path(given["bundle"])), {name: given[name] for name in given if name != "bundle"}
     return {
         "edgespec": __version__,
-        "command": shell_line("edgespec", verb, given["bundle"], *as_flags(words)),
+        "command": shell_line("edgespec", verb, bundle, *as_flags(words)),
         "date": time.strftime("%Y-%m-%d"),
         "device": str(this_device()),
     }

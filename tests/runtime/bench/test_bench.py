@@ -391,3 +391,9 @@ def test_a_plot_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_bad_flags(bundle: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(bundle), *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_ready_pair_is_named_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    given = {"bundle": str(tmp_path / "ready" / "a-pair-0123" / "bundle"), "seed": "1"}
+    assert bench_module.provenance("bench", given)["command"] == "edgespec bench a-pair --seed 1"
