@@ -6,6 +6,7 @@ is complete is skipped.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import FoundTarget
+from edgespec.shell.environment import API_KEY
 from edgespec.stages.own_gguf import own_file
 from edgespec.stages.sources import held_out_of
 from edgespec.stages.stage import STAGE_FILE
@@ -128,6 +130,18 @@ class Export(ExportStages):
 
         needed = stages_bytes(self.recipe.export, target, alike=are_alike(self.source.target.folder))
         return {stage: each for stage, each in needed.items() if not (self.out / stage / STAGE_FILE).exists()}
+
+    def _calibration_texts(self) -> Any:
+        """As a build does; but the user's key goes to no server that only the build's recipe names. Raises InputError."""
+        from edgespec_export.bits.texts import written_texts
+
+        url = self.recipe.inference.url
+        if url and os.environ.get(API_KEY) and not written_texts(self._responses()):
+            raise InputError(
+                f"{self._responses()} has no text for the mixed files, so the server {url!r}, which the build's recipe names, "
+                f"would write some, and the key in {API_KEY} would be sent to it; unset {API_KEY}, or put the responses back"
+            )
+        return super()._calibration_texts()
 
 
 def _folder(path: str, what: str) -> Path:

@@ -23,8 +23,9 @@ from edgespec.planning.export_costs import passing_bytes
 from edgespec.recipe import devices
 from edgespec.recipe.devices import profile
 from edgespec.recipe.read import resolve
-from edgespec.recipe.schema import ExportOptions, Recipe
+from edgespec.recipe.schema import ExportOptions, InferenceOptions, Recipe
 from edgespec.recipe.targets import FoundTarget
+from edgespec.shell.environment import API_KEY
 from edgespec.verbs import export as export_verb
 
 
@@ -275,6 +276,34 @@ def test_a_builds_own_budget_holds_where_no_flag_names_another(models: tuple[Pat
     assert (kept.gguf, kept.bits, kept.verify_prompts) == (("q_mixed",), 5.5, 7)
     asked = export_verb.export_recipe(dataclasses.replace(options, bits=4.5), source, {"bits": 4.5}).export
     assert (asked.bits, asked.verify_prompts) == (4.5, 7)
+
+
+@pytest.mark.parametrize("shard", [None, ""])
+def test_a_key_goes_to_no_server_that_a_builds_recipe_names(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str | None
+) -> None:
+    """A build may be a stranger's. Its responses, where there are some, need no server."""
+    asked = []
+    monkeypatch.setattr("edgespec_recipes.generating.datagen.generate", lambda *given: asked.append(given))
+    recipe = Recipe("x", inference=InferenceOptions(source="server", url="http://127.0.0.1:9"))
+    responses = tmp_path / "generate"
+    responses.mkdir()
+    if shard is not None:
+        (responses / "shard-00000.jsonl").write_text(shard)
+    source = export_verb.Source(FoundTarget("x", models[0], ""), models[1], recipe, responses=responses)
+    one = export_verb.Export(recipe, tmp_path / "out", source=source)
+    monkeypatch.setenv(API_KEY, "secret")
+    with pytest.raises(InputError, match=rf"'http://127.0.0.1:9', which .*unset {API_KEY}") as caught:
+        one._calibration_texts()
+    assert "secret" not in str(caught.value)
+    assert not asked
+    monkeypatch.delenv(API_KEY)
+    assert one._calibration_texts() == []
+    assert len(asked) == 1
+    monkeypatch.setenv(API_KEY, "secret")
+    (responses / "shard-00000.jsonl").write_text('{"prompt_ids": [1], "response_ids": [2]}\n')
+    assert len(one._calibration_texts()) == 1
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(
