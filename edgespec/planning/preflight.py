@@ -234,10 +234,16 @@ def told(found: Sequence[Shortage]) -> str:
     return f"{'; '.join(map(str, found))}. Try {', '.join(cures)}"
 
 
-def check_memory(needed: Mapping[str, int], place: Path) -> None:
-    """Refuse stages that take more bytes of memory than are free here. Raises InputError with both numbers."""
+def check_memory(needed: Mapping[str, int], place: Path, cure: str = "") -> None:
+    """Refuse stages that take more bytes of memory than are free here. Raises InputError with both numbers.
+
+    `cure`: what to do, where the verb has no options for it.
+    """
     stages = [StageCost(stage, 0, 0.0, memory, 0) for stage, memory in needed.items()]
-    refuse(shortages(stages, room_here(place), place))
+    found = shortages(stages, room_here(place), place)
+    if found and cure:
+        raise InputError(f"{'; '.join(map(str, found))}; {cure}")
+    refuse(found)
 
 
 def refuse(found: Sequence[Shortage]) -> None:

@@ -76,6 +76,7 @@ class Export(ExportStages):
     force: bool = field(default=False, kw_only=True)
     fit_flags = ("--context", "--precisions")
     disk_cure: str = "choose fewer --precisions"
+    memory_cure: str = ""  # those of an export
 
     def run(self) -> Path:
         """Export, verify, pack; returns the bundle's folder."""
@@ -91,7 +92,7 @@ class Export(ExportStages):
         if not (self.out / "export" / STAGE_FILE).exists():
             self._check_disk(target, drafter)
         if not self.force:
-            check_memory(self._memory(target), self.out)
+            check_memory(self._memory(target), self.out, self.memory_cure)
         self._export()
         return self._pack()
 

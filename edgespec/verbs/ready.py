@@ -101,7 +101,13 @@ def _export(name: str, drafter: Path, out: Path) -> None:
     write_text(out / "command.txt", f"edgespec chat {name}\n")
     training = read_training(drafter / TRAINING)
     source = Source(found, drafter, recipe, drafter / EVALUATION, training=training)
-    Export(recipe, out, source=source, disk_cure=f"set {HOME} to a folder on another disk").run()
+    Export(
+        recipe,
+        out,
+        source=source,
+        disk_cure=f"set {HOME} to a folder on another disk",
+        memory_cure="close other programs, then run the same command again",
+    ).run()
 
 
 def keep(build: Path, name: str) -> Path:
