@@ -78,6 +78,9 @@ def run(given: dict[str, Any]) -> int:
         for package in ("torch", "transformers", "accelerate", "matplotlib"):
             if find_spec(package) is None:
                 raise MissingExtra(package, "all", "A study")
+        # the runs of a study are many and small; said before one process finds that the other one holds the folder
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("edgespec study runs in one process; start it without torchrun")
         command = command_line("study", Options, given)
         with held(out, command):
             _make(study, out, command, options.check)
@@ -91,12 +94,9 @@ def run(given: dict[str, Any]) -> int:
 def _make(study: Study, out: Path, command: str, check: bool) -> None:
     """Run what is missing and write results.json."""
     import yaml
-    from edgespec_recipes.parallel import processes
     from edgespec_recipes.study.numbers import Numbers, results
     from edgespec_recipes.study.runs import Runs
 
-    if processes.world() > 1:  # the runs of a study are many and small
-        raise InputError("edgespec study runs in one process; start it without torchrun")
     refuse_other(out, STUDY_FILE)
     write_text(out / STUDY_FILE, yaml.safe_dump(dump_study(study), sort_keys=False, allow_unicode=True))
     write_text(out / "command.txt", command + "\n")

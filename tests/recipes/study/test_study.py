@@ -18,6 +18,7 @@ from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json, write_jsonl
+from edgespec.core.folder_lock import held
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.shipped import load_recipe
@@ -354,5 +355,6 @@ def test_what_the_verb_refuses(place: Path, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(InputError, match="holds other files"):
         study_verb.run(given(place, out=str(tmp_path)))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="runs in one process"):
-        study_verb.run(given(place))
+    taken = tmp_path / "taken"
+    with held(taken, "the other process"), pytest.raises(InputError, match="runs in one process"):
+        study_verb.run(given(place, out=str(taken)))
