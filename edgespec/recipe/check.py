@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import BundleError, InputError
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import HEAD_FILE
@@ -36,7 +36,7 @@ def problems(file: Path) -> list[str]:
         recipe = resolve({"target": ANY_TARGET, **values}, {})
         found += _file_problems(recipe)
         shape = find_shape(recipe.target) if "target" in values else None
-    except InputError as error:
+    except (InputError, BundleError) as error:  # the second of a broken GGUF file
         return [str(error), *found]
     if shape is not None:
         found += context_problems(recipe, shape)
@@ -49,7 +49,7 @@ def _said(check: Callable[..., Any], *given: Any) -> str:
     """What a check has against what it is given; '' where it has nothing."""
     try:
         check(*given)
-    except InputError as error:
+    except (InputError, BundleError) as error:
         return str(error)
     return ""
 

@@ -218,6 +218,20 @@ def test_check_of_files_that_are_none(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "not valid YAML" in ran(capsys, "check", bad)[1]
 
 
+def test_check_of_targets_that_are_broken_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The other recipes are told all the same."""
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUX" + bytes(60))
+    target = written(tmp_path / "target.yaml", {"target": str(broken)})
+    tune = {"steps": 1, "conversations": str(broken), "teacher": str(broken)}
+    teacher = written(tmp_path / "teacher.yaml", {"target": "tiny-chat", "tune": tune})
+    code, out, _ = ran(capsys, "check", target, teacher, "quick")
+    assert code == 1
+    assert out.count("begins with b'GGUX'") == 2
+    assert f"tune.teacher: {broken}" in out
+    assert out.endswith("ok    quick\n")
+
+
 def test_check_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     mine = written(tmp_path / "mine.yaml", {"seed": -1})
     code, out, _ = ran(capsys, "check", "quick", mine, "--json")
