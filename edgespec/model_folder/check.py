@@ -62,6 +62,11 @@ def shape_in(file: Path) -> ModelShape:
         raise InputError(f"{file} is no config of a Llama-style decoder: {error}") from error
     if wrong := impossible(asdict(shape)):
         raise InputError(f"{file} is no config of a Llama-style decoder: it gives {wrong}")
+    kinds = config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise InputError(
+            f"{file} has the layer_types {str(kinds)[:80]}; a list of names is wanted: fetch it again, or leave them out"
+        )
     refuse_quantised(config, file.parent)
     return shape
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from edgespec_recipes.target_names.tiny_chat import new_model, tiny_chat_options
@@ -82,6 +83,16 @@ def test_numbers_that_no_model_has(
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(InputError, match=f"is no config of a Llama-style decoder: .*({words})"):
         find_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize("kinds", [5, "full_attention", ["full_attention", 3], [["full_attention"]]])
+def test_layer_types_of_another_form(
+    families: dict[str, Path], tmp_path: Path, kinds: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((families["qwen3"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": kinds}))
+    assert main(["plan", "--target", str(tmp_path), "--gpus", "T4", "--device", "laptop-cpu-x86"]) == 2
+    assert "config.json has the layer_types " in capsys.readouterr().err
 
 
 def test_names() -> None:
