@@ -18,7 +18,7 @@ from edgespec.core.shapes import ModelShape, impossible
 from edgespec.model_folder.chat_template import SETTINGS, read_chat_template
 from edgespec.model_folder.weights_files import FLOATS, Tensor, read_tensors, refuse_pointer
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")  # Python reads no number of 5,000 digits
 _PACKED = (".weight", ".qweight", ".weight_packed")  # what quantisers call their matrices
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 LAYOUT = "a model folder in Hugging Face layout (config.json, *.safetensors, tokenizer)"

@@ -182,6 +182,14 @@ def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
         read_header(tmp_path)
 
 
+def test_a_layer_of_very_many_digits_is_none(target: Path, tmp_path: Path) -> None:
+    def numbered(header: dict[str, Any]) -> None:
+        header[f"model.layers.{'1' * 5000}.more"] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+    folder = rewritten(copied(target, tmp_path / "model"), numbered)
+    check_weights(folder, ModelShape.from_config(read_json(folder / "config.json")))
+
+
 def test_an_index_that_lies(target: Path, tmp_path: Path) -> None:
     folder = copied(target, tmp_path / "model", 2)
     index = json.loads((folder / INDEX).read_text())
