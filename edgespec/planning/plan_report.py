@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from edgespec.core.metrics import acceptance_rate_of, predicted_block_efficiency
+from edgespec.core.options import shell_line
 from edgespec.core.table import byte_size, count, duration, table
 from edgespec.planning.estimate import PROMPT_TOKENS
 from edgespec.planning.hardware import THIS_MACHINE
@@ -178,8 +179,9 @@ def _how_to_measure(plan: Plan) -> str:
     if plan.drafter != derive(plan.target, DrafterOptions()):
         return ""
     there, again = ("", "") if plan.device == THIS_MACHINE else (" on the device", " there, without --device")
+    bench = shell_line("edgespec", "bench", "--synthetic", plan.recipe.target)
     return (
-        f": run `edgespec bench --synthetic {plan.recipe.target}`{there} before you pay for the training, and then this plan "
+        f": run `{bench}`{there} before you pay for the training, and then this plan "
         f"again{again}, which uses what was measured"
     )
 

@@ -20,7 +20,15 @@ from edgespec.building.pipeline_head import HeadBuild
 from edgespec.core.errors import InputError, MissingExtra, NoRoom
 from edgespec.core.files import write_text
 from edgespec.core.folder_lock import held, refuse_other
-from edgespec.core.options import command_line, from_mapping, knob, to_mapping, underscored, with_default
+from edgespec.core.options import (
+    command_line,
+    from_mapping,
+    knob,
+    shell_line,
+    to_mapping,
+    underscored,
+    with_default,
+)
 from edgespec.core.output import json_knob, next_step, step, write_result
 from edgespec.core.table import byte_size
 from edgespec.planning.plan import PlanOptions, own_options, recipes_for
@@ -169,7 +177,7 @@ def _check_key(recipe: Recipe, given: dict[str, Any]) -> None:
     if url and url != own and os.environ.get(API_KEY):
         raise InputError(
             f"the recipe names the server {url!r}, and the key in {API_KEY} would be sent to it; "
-            f"add --inference.url {url} if it is meant for that server, or unset {API_KEY}"
+            f"add {shell_line('--inference.url', url)} if it is meant for that server, or unset {API_KEY}"
         )
 
 

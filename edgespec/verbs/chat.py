@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from edgespec.core.errors import InputError
+from edgespec.core.options import shell_line
 from edgespec.core.table import table
 from edgespec.verbs.found_bundles import Found, found
 from edgespec.verbs.ready import bundle_of
@@ -37,7 +38,8 @@ def choose(bundles: list[Found]) -> str:
     if not sys.stdin.isatty():
         first = next((bundle.name for bundle in bundles if not bundle.missing), "BUNDLE")
         names = ", ".join(bundle.name for bundle in bundles) or "none"
-        raise InputError(f"no bundle was named; found: {names}. Name one: edgespec chat {first}")
+        command = shell_line("edgespec", "chat", first)
+        raise InputError(f"no bundle was named; found: {names}. Name one: {command}")
     if not bundles:
         raise InputError(
             "no bundle was found in this folder and its build folders, and there is no ready pair; make one with "

@@ -134,6 +134,18 @@ def test_a_key_goes_to_no_server_that_only_a_recipe_names(
     assert "secret" not in said
 
 
+def test_a_servers_address_is_no_command_of_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe may be a stranger's, and the flag in the message is there to be copied."""
+    monkeypatch.setenv(API_KEY, "secret")
+    recipe = tmp_path / "recipe.yaml"
+    server = "inference: {source: server, url: 'http://a;touch b'}"
+    recipe.write_text(f"{server}\ndistill: {{target_side: stored, text_fraction: 0.0}}\n")
+    assert main(["build-drafter", "--target", "no/such/place", "--recipe", str(recipe)]) == 2
+    assert "add --inference.url 'http://a;touch b' if it is meant" in capsys.readouterr().err
+
+
 def test_a_folder_in_which_nothing_was_made_takes_another_recipe(tmp_path: Path) -> None:
     """A recipe that was refused at its plan has looked at the target and the data, no more."""
     first, second = Recipe(target="tiny-chat", seed=1), Recipe(target="tiny-chat", seed=2)

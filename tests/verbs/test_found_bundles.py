@@ -84,6 +84,12 @@ def test_a_pipe_is_told_what_was_found(here: Path, capsys: pytest.CaptureFixture
     assert len(error.splitlines()) == 1
 
 
+def test_the_command_in_a_message_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(InputError, match="Name one: edgespec chat 'my bundle'$"):
+        chat.choose([Found("my bundle", "a pair")])
+
+
 class Terminal(io.TextIOWrapper):
     def isatty(self) -> bool:
         return True
