@@ -194,7 +194,15 @@ def read_jsonl(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling folder that becomes `path` when the body succeeds and vanishes when it fails."""
+    """Yield a temporary sibling folder that becomes `path` when the body succeeds and vanishes when it fails.
+
+    Raises InputError for a link: what it leads to is not this folder's to take away.
+    """
+    if path.is_symlink():
+        raise InputError(
+            f"{path} is a symbolic link, and a folder takes its place; remove the link, "
+            "then run the same command again"
+        )
     with _temporary(path, partial(shutil.rmtree, ignore_errors=True)) as temporary:
         temporary.mkdir()
         yield temporary

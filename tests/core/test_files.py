@@ -96,6 +96,17 @@ def test_whole_folder_is_all_or_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "part").read_text() == "whole"
 
 
+def test_a_link_stands_in_the_way_of_a_whole_folder(tmp_path: Path) -> None:
+    """It is said before hours of work, and what the link leads to stays."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter").touch()
+    (tmp_path / "out").symlink_to(tmp_path / "mine")
+    with pytest.raises(InputError, match="out is a symbolic link"), whole_folder(tmp_path / "out"):
+        pytest.fail("the body ran")
+    assert (tmp_path / "out" / "letter").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+
+
 def test_what_a_killed_run_left_is_swept_and_what_another_writes_is_not(tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     theirs, left, part = (
