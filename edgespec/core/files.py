@@ -41,6 +41,16 @@ def writing(path: Path | str, *, within: bool = False) -> Iterator[None]:
         raise message from error
 
 
+@contextmanager
+def told_as(place: Path, known: Path) -> Iterator[None]:
+    """Have refusals name `known`, which the user knows, where they would name `place`, which vanishes with them."""
+    try:
+        yield
+    except EdgespecError as error:
+        error.args = (str(error).replace(str(place), str(known)),)
+        raise
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write atomically: after a crash `path` is the old file or the new one, never a part."""
     with whole_file(path) as temporary:
@@ -222,7 +232,10 @@ def scratch_beside(path: Path, purpose: str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     for stale in path.parent.glob(f"{prefix}*"):
         shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as folder:
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as folder,
+        told_as(Path(folder) / path.name, path),  # what has its name there becomes it
+    ):
         yield Path(folder)
 
 
@@ -246,7 +259,8 @@ def _temporary(path: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
             if process == str(os.getpid()) or not _is_running(process):
                 remove(stale)
         try:
-            yield temporary
+            with told_as(temporary, path):
+                yield temporary
             os.replace(temporary, path)
         finally:
             remove(temporary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -94,6 +95,22 @@ def test_whole_folder_is_all_or_nothing(tmp_path: Path) -> None:
     with whole_folder(tmp_path / "out") as place:
         (place / "part").write_text("whole")
     assert (tmp_path / "out" / "part").read_text() == "whole"
+
+
+def test_a_refusal_names_the_place_that_the_user_knows(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(InputError) as seen, whole_folder(out) as folder, whole_file(folder / "a") as file:
+        raise InputError(f"{file} has rows of 7, and {folder / 'b'} of 8")
+    assert str(seen.value) == f"{out / 'a'} has rows of 7, and {out / 'b'} of 8"
+    with (
+        pytest.raises(NoRoom, match=rf"^cannot write {out / 'a'}: no space left"),
+        whole_folder(out) as folder,
+        whole_file(folder / "a"),
+    ):
+        raise OSError(errno.ENOSPC, "full")
+    with pytest.raises(InputError) as seen, scratch_beside(out, "trial") as scratch:
+        raise InputError(f"{scratch / 'out' / 'a'} has rows of 7")
+    assert str(seen.value) == f"{out / 'a'} has rows of 7"
 
 
 def test_a_link_stands_in_the_way_of_a_whole_folder(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def quantize_file(source: Path, out: Path, precision: Precision) -> list[str]:
     params.max_buf_size = BUFFER  # llama.cpp's own is 8 GiB
     if library.llama_model_quantize(os.fsencode(source), os.fsencode(out), params) != 0:
         raise write_error(out, OSError(reason())) or EdgespecError(
-            f"llama.cpp cannot quantise {source} to {precision.file_type.name}: {reason()}; choose q8_0 or q4_0"
+            f"llama.cpp cannot write {out} as {precision.file_type.name}: {reason()}; choose q8_0 or q4_0"
         )
     tensors = read_header(out).tensors
     odd = {

@@ -18,7 +18,7 @@ from edgespec_runtime.untrusted.gguf_file import Header, read_array
 from gguf.constants import TokenType
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import write_json, write_text
+from edgespec.core.files import told_as, write_json, write_text
 from edgespec.model_folder.chat_template import TEMPLATE_FILE
 from edgespec_export.gguf.vocabulary import PRE_TOKENIZERS, ROLES
 from edgespec_export.verify.tokenizer_files import JsonTokenizer
@@ -62,7 +62,8 @@ def write_tokenizer(folder: Path, file: Path, header: Header) -> None:
     write_json(folder / "tokenizer_config.json", settings)
     stops = [tables.number(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     if "chat_template" in settings:
-        stops.append(closing_id(ChatTokenizer(folder), tokenizer))
+        with told_as(folder, file):
+            stops.append(closing_id(ChatTokenizer(folder), tokenizer))
     found = [index for index in dict.fromkeys(stops) if index is not None]
     if found:
         write_json(folder / "generation_config.json", {"eos_token_id": found})

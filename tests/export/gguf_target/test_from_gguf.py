@@ -307,6 +307,7 @@ def test_find_target(tiny: Path) -> None:
         ({"without": ["tokenizer.ggml.tokens"]}, r"has no tokenizer\.ggml\.tokens"),
         ({"tokenizer__ggml__model": "bert"}, "has the tokenizer 'bert'; byte-level BPE"),
         ({"tokenizer__ggml__pre": "chameleon"}, "the pre-tokenizer 'chameleon'; gpt-2, smollm, qwen2"),
+        ({"tokenizer__chat_template": "{% if %}"}, r"the chat template in .*m\.gguf is not valid Jinja"),
         ({"tokenizer__ggml__merges": ["a b", "x yz q"]}, "has the merge 'x yz q', whose parts or result"),
         ({"tensors": {"blk.0.attn_q.scale": np.ones(4, np.float32)}}, "has the tensor 'blk.0.attn_q.scale', which"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, "lacks 1 tensors, 'blk.1.ffn_up.weight' first"),
