@@ -90,6 +90,19 @@ def naming_extras(purpose: str) -> Iterator[None]:
         raise MissingExtra(package, _EXTRA_OF[package], purpose) from error
 
 
+@contextmanager
+def loading(package: str) -> Iterator[None]:
+    """Around the import of an optional package: EdgespecError where it is installed and cannot be loaded."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except (ImportError, OSError, RuntimeError) as error:  # a shared library that is absent or another's
+        raise EdgespecError(
+            f"{package} is installed and cannot be loaded: {error}; install it again"
+        ) from error
+
+
 def did_you_mean(seen: str, known: Iterable[str]) -> str:
     """'; did you mean X?' for the closest known names, or the only one that ends so ('lin' of 'lenient-lin', '--out' of
     '--rehearsal.out'); else the list of known names, or that there are none."""

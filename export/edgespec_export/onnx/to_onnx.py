@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_you_mean
+from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_you_mean, loading
 from edgespec.core.families import Family, leave_out
 from edgespec.core.files import read_json, whole_folder
 from edgespec.core.shapes import ModelShape
@@ -61,9 +61,11 @@ def _builder() -> Any:
     root = logging.getLogger()
     before = (root.level, root.handlers[:])
     try:
-        from onnxruntime.quantization import matmul_nbits_quantizer  # noqa: F401 (configures the root logger)
-        from onnxruntime_genai.models import builder
-    except ImportError as error:
+        with loading("onnxruntime-genai"):
+            # configures the root logger
+            from onnxruntime.quantization import matmul_nbits_quantizer  # noqa: F401
+            from onnxruntime_genai.models import builder
+    except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "onnxruntime-genai", "export", "Exporting to ONNX") from error
     finally:
         root.setLevel(before[0])

@@ -17,6 +17,7 @@ import numpy as np
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.exactness import EXACT, FAST
 
+from edgespec.core.errors import loading
 from edgespec.core.files import read_json
 from edgespec_export.onnx.to_onnx import FAST_GRAPH
 from edgespec_export.other_engines.other_engines import CHECKPOINT, DRAFT_LENGTH, GENAI_SETTINGS
@@ -63,7 +64,8 @@ class GenAi(OtherEngine):
     name = "onnxruntime-genai"
 
     def __init__(self, bundle: Path, stops: frozenset[int]) -> None:
-        import onnxruntime_genai
+        with loading(self.name):
+            import onnxruntime_genai
 
         self._package: Any = onnxruntime_genai
         self._model: Any = onnxruntime_genai.Model(str(bundle))

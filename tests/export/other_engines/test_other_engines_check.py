@@ -8,10 +8,12 @@ import json
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from edgespec_export.onnx import to_onnx
 from edgespec_export.other_engines.check import (
     BINARY,
     HEADERS,
@@ -23,7 +25,7 @@ from edgespec_export.other_engines.check import (
     open_other,
     same_text,
 )
-from edgespec_export.other_engines.engines import Answer, until_stop
+from edgespec_export.other_engines.engines import Answer, GenAi, until_stop
 from edgespec_export.other_engines.llamacpp import (
     LlamaServer,
     LlamaSpeculativeSimple,
@@ -125,6 +127,23 @@ def test_edgespec_runs_the_rule_of_the_engine_whatever_the_files(both: Path) -> 
     options = Options(bundle=str(both), target=folder, prompts=1, max_new_tokens=4, temperature=1.0)
     found = compare(TRANSFORMERS, both, replace(manifest, target=target, drafter=drafter), options)
     assert (found.files, found.rule) == ("llama.cpp q8_0", "lossless")
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+@pytest.mark.parametrize("use", [to_onnx._builder, lambda: GenAi(Path(), STOPS)])
+def test_a_package_that_cannot_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[], object], error: str
+) -> None:
+    """It is installed, and a shared library that it needs is not."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "onnxruntime_genai"]:
+        monkeypatch.delitem(sys.modules, name)
+    package = tmp_path / "onnxruntime_genai" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text(f"raise {error}('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    to_onnx._builder.cache_clear()
+    with pytest.raises(EdgespecError, match=r"genai is installed and cannot .* libcudart\.so\.12"):
+        use()
 
 
 def test_a_program_in_the_home_folder(both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
