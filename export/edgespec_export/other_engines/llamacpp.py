@@ -114,7 +114,9 @@ class LlamaServer(OtherEngine):
                 self._ask("/health", None)
                 return self
             time.sleep(0.1)
-        raise EdgespecError(f"{self.name} was not ready after {START_SECONDS:.0f} s: {self._end()}")
+        code = self._process.poll()
+        told = f"was not ready after {START_SECONDS:.0f} s" if code is None else f"ended with code {code}"
+        raise EdgespecError(f"{self.name} {told}: {self._end()}")
 
     def __exit__(self, *_: object) -> None:
         self._end()

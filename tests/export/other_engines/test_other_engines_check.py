@@ -255,7 +255,7 @@ def test_how_llama_server_is_called(tmp_path: Path) -> None:
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     path = program(tmp_path, "llama-server", "import sys; sys.exit('failed to load the model')")
     engine = LlamaServer(path, tmp_path, tmp_path, 64, STOPS)
-    with pytest.raises(EdgespecError, match=r"was not ready.*failed to load the model"):
+    with pytest.raises(EdgespecError, match="llama-server ended with code 1: failed to load the model"):
         engine.__enter__()
 
 
