@@ -15,7 +15,8 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Self
 
@@ -69,10 +70,11 @@ class LlamaSpeculativeSimple(OtherEngine):
             file = Path(scratch) / "prompt.txt"
             file.write_bytes(rendered.encode("utf-8"))
             for _ in range(TRIES):
-                done = subprocess.run(
-                    [*self._command, "-bf", str(file), "--no-escape", *_drawn(how)],
-                    capture_output=True, timeout=ANSWER_SECONDS, stdin=subprocess.DEVNULL, check=False,
-                )  # fmt: skip
+                with _answering(self.name):
+                    done = subprocess.run(
+                        [*self._command, "-bf", str(file), "--no-escape", *_drawn(how)],
+                        capture_output=True, timeout=ANSWER_SECONDS, stdin=subprocess.DEVNULL, check=False,
+                    )  # fmt: skip
                 log = done.stderr.decode("utf-8", "replace")
                 if done.returncode:
                     raise EdgespecError(f"{self.name} ended with code {done.returncode}: {_last(log)}")
@@ -105,9 +107,10 @@ class LlamaServer(OtherEngine):
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            self._command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-        )
+        with _answering(self.name):
+            self._process = subprocess.Popen(
+                self._command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self._process.poll() is None:
             with contextlib.suppress(OSError):  # not yet listening, or still loading
@@ -145,11 +148,23 @@ class LlamaServer(OtherEngine):
     def answer(self, prompt: Sequence[int], rendered: str, how: DecodingOptions) -> Answer:
         wanted = {"prompt": list(prompt), "cache_prompt": False, "return_tokens": True}
         drawn = {"n_predict": how.max_new_tokens, "temperature": how.temperature, "seed": how.seed or 0}
-        reply = self._ask("/completion", wanted | drawn | {"top_k": 0, "top_p": 1.0, "min_p": 0.0})
+        with _answering(self.name):
+            reply = self._ask("/completion", wanted | drawn | {"top_k": 0, "top_p": 1.0, "min_p": 0.0})
         timings = reply["timings"]
         drafted, accepted = int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0))
         emitted = int(timings["predicted_n"])
         return Answer(until_stop(reply["tokens"], self._stops), None, emitted - accepted, drafted, accepted)
+
+
+@contextlib.contextmanager
+def _answering(name: str) -> Iterator[None]:
+    """Raise EdgespecError where a program cannot be run here, breaks off or takes too long."""
+    try:
+        yield
+    except (OSError, HTTPException, subprocess.TimeoutExpired) as error:
+        raise EdgespecError(
+            f"{name} gave no answer: {error}; run it by itself on the bundle's two GGUF files to see why"
+        ) from error
 
 
 def _drawn(how: DecodingOptions) -> list[str]:

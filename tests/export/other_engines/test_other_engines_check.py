@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from edgespec_export.onnx import to_onnx
+from edgespec_export.other_engines import llamacpp
 from edgespec_export.other_engines.check import (
     BINARY,
     HEADERS,
@@ -250,6 +251,26 @@ def test_how_llama_server_is_called(tmp_path: Path) -> None:
     common = pair_arguments(tmp_path / "t.gguf", tmp_path / "d.gguf", 256)
     assert seen["arguments"][: len(common)] == common
     assert seen["arguments"][seen["arguments"].index("--host") + 1] == "127.0.0.1"
+
+
+def test_programs_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another processor, too slow, and killed between two prompts."""
+    strange = tmp_path / "llama-speculative-simple"
+    strange.write_bytes(b"\x7fELF and nothing more")
+    strange.chmod(0o755)
+    with pytest.raises(EdgespecError, match=r"llama-speculative-simple gave no answer: .*Exec format error"):
+        LlamaSpeculativeSimple(strange, tmp_path, tmp_path, 64).answer([1], "Hello", HOW)
+    monkeypatch.setattr(llamacpp, "ANSWER_SECONDS", 0.2)
+    slow = program(tmp_path, "llama-speculative-simple", "import time; time.sleep(60)")
+    with pytest.raises(EdgespecError, match=r"gave no answer: .*timed out after"):
+        LlamaSpeculativeSimple(slow, tmp_path, tmp_path, 64).answer([1], "Hello", HOW)
+    monkeypatch.undo()
+    path = program(tmp_path, "llama-server", SERVER)
+    with LlamaServer(path, tmp_path, tmp_path, 64, STOPS) as engine:
+        engine._process.kill()
+        engine._process.wait()
+        with pytest.raises(EdgespecError, match=r"llama-server gave no answer: .*run it by itself"):
+            engine.answer([1], "Hello", HOW)
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
