@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edgespec_runtime.untrusted.gguf_file import TensorAt, metadata, read_header
+from edgespec_runtime.untrusted.gguf_file import TensorAt, read_header
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.families import Family, with_architecture
@@ -117,21 +117,22 @@ def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list
         wanted["rope.dimension_count"] = shape.head_dim
     if shape.rope_border is not None:
         wanted["rope.scaling.original_context_length"] = shape.rope_border
-    found = {name: metadata(file, header, f"{arch}.{name}") for name in wanted}
+    found = {name: header.values.get(f"{arch}.{name}") for name in wanted}  # of a list its length
     if usual:
-        size = shape.hidden // shape.heads
+        size, tokens = shape.hidden // shape.heads, header.values.get("tokenizer.ggml.tokens")
         taken = {
             "attention.head_count_kv": shape.heads,
             "attention.key_length": size,
             "rope.dimension_count": found["attention.key_length"] or size,
             "rope.freq_base": 10000.0,
-            "vocab_size": len(header.values["tokenizer.ggml.tokens"]),
+            "vocab_size": len(tokens) if isinstance(tokens, range) else None,
         }
         found |= {name: taken.get(name) for name, value in found.items() if value is None}
+    told = {name: "a list" if isinstance(seen, range) else f"{seen!r:.40}" for name, seen in found.items()}
     return [
-        f"{name} is {found[name]} instead of {value:g}"
+        f"{name} is {told[name]} instead of {value:g}"
         for name, value in wanted.items()
-        if found[name] is None or not np.isclose(found[name], value, rtol=1e-6)
+        if type(found[name]) not in (int, float) or not np.isclose(found[name], value, rtol=1e-6)
     ]
 
 

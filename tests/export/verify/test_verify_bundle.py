@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from altered_bundle import change_manifest, settle
-from changed_gguf import in_place
+from changed_gguf import changed, in_place
+from edgespec_export.verify.readback import gguf_settings
 from gguf import GGUFReader
 from repository import REPOSITORY
 
 from edgespec.cli import main
 from edgespec.core.files import read_json, write_json
+from edgespec.model_folder.check import shape_in
 
 GGUF = "target/gguf/target-q8_0.gguf"
 QUICK = ("--acceptance-prompts", "0")
@@ -192,6 +194,20 @@ def test_a_damaged_bundle(copy: Path, models: str, name: str, capsys: pytest.Cap
     assert re.search(words, shown.err), shown.err
     assert ("BROKEN" in shown.out) is not name.startswith("manifest")
     assert main(["verify", str(copy), *QUICK]) == 1  # the files do not fit each other either
+
+
+def test_settings_that_are_no_numbers_are_told(both: Path, tmp_path: Path) -> None:
+    """A stranger's file may have a list, a text or nothing where a number is wanted, and no tokenizer."""
+    file = changed(
+        both / GGUF,
+        tmp_path / "m.gguf",
+        without=("llama.vocab_size", "tokenizer.ggml.tokens"),
+        llama__attention__head_count_kv=[2, 2],
+        llama__rope__freq_base="ten",
+    )
+    told = gguf_settings(file, shape_in(both.parent / "target" / "config.json"), usual=True)
+    seen = ["attention.head_count_kv is a list", "rope.freq_base is 'ten'", "vocab_size is None"]
+    assert [text.partition(" instead of ")[0] for text in told] == seen
 
 
 def test_an_altered_byte(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
