@@ -81,7 +81,7 @@ def gguf_weights(file: Path, shape: ModelShape) -> Weights:
 
 
 def _dequantized(file: Path, tensor: TensorAt) -> Array:
-    """A tensor in float32, with the shape that the header gives."""
+    """A tensor in float32, with the shape that the header gives. Raises EdgespecError for a type that gguf does not expand."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     kind = GGMLQuantizationType(tensor.kind)
@@ -90,7 +90,13 @@ def _dequantized(file: Path, tensor: TensorAt) -> Array:
     packed = np.fromfile(file, np.uint8, tensor.size, offset=tensor.start).reshape(
         *rows, width // block * size
     )
-    values: Array = dequantize(packed, kind)
+    try:
+        values: Array = dequantize(packed, kind)
+    except NotImplementedError as error:
+        raise EdgespecError(
+            f"{file} has a tensor in {kind.name}, which is not read back; "
+            "leave --models out, and the file is checked without them"
+        ) from error
     return values.astype(np.float32, copy=False)
 
 

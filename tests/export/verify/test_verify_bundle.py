@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from altered_bundle import change_manifest, settle
 from changed_gguf import changed, in_place
-from edgespec_export.verify.readback import gguf_settings
+from edgespec_export.verify.readback import gguf_settings, gguf_weights
 from gguf import GGUFReader
 from repository import REPOSITORY
 
 from edgespec.cli import main
+from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, write_json
 from edgespec.model_folder.check import shape_in
 
@@ -208,6 +209,13 @@ def test_settings_that_are_no_numbers_are_told(both: Path, tmp_path: Path) -> No
     told = gguf_settings(file, shape_in(both.parent / "target" / "config.json"), usual=True)
     seen = ["attention.head_count_kv is a list", "rope.freq_base is 'ten'", "vocab_size is None"]
     assert [text.partition(" instead of ")[0] for text in told] == seen
+
+
+def test_a_tensor_that_is_not_read_back(both: Path, tmp_path: Path) -> None:
+    norm = {"output_norm.weight": np.ones(64, np.int8)}
+    file = changed(both / GGUF, tmp_path / "m.gguf", tensors=norm)
+    with pytest.raises(EdgespecError, match=r"m\.gguf has a tensor in I8, .* leave --models out"):
+        list(gguf_weights(file, shape_in(both.parent / "target" / "config.json")))
 
 
 def test_an_altered_byte(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
