@@ -22,7 +22,7 @@ from gguf.constants import TokenType
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import leave_out
-from edgespec.core.files import read_json
+from edgespec.core.files import read_json, read_object
 from edgespec.model_folder.chat_template import chat_template_of
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -117,7 +117,7 @@ def _restricted(whole: Vocabulary, subset: Subset) -> Vocabulary:
 def _whole_vocabulary(model_folder: Path, config: dict[str, Any], vocab_size: int) -> Vocabulary:
     path, model_file = model_folder / "tokenizer.json", model_folder / "tokenizer.model"
     settings_file = model_folder / "tokenizer_config.json"
-    settings = read_json(settings_file) if settings_file.exists() else {}
+    settings = read_object(settings_file) if settings_file.exists() else {}
     alone = model_file.exists() and not path.exists()
     keys, prefix, strips_right = (
         _of_model(model_file, settings, vocab_size) if alone else _of_json(path, model_file, vocab_size)
@@ -131,7 +131,7 @@ def _whole_vocabulary(model_folder: Path, config: dict[str, Any], vocab_size: in
         text = named["content"] if isinstance(named, dict) else named
         index = ids.get(text) if text is not None else config.get(f"{role}_token_id")
         if isinstance(index, list):
-            index = index[0]
+            index = index[0] if index else None
         if index is not None and 0 <= index < vocab_size:
             keys[f"{word}_token_id"] = int(index)
     bos, eos = settings.get("add_bos_token", True), settings.get("add_eos_token", False)

@@ -233,3 +233,13 @@ def test_what_is_refused(shared: Path, tmp_path: Path) -> None:
     write_json(folder / "tokenizer.json", spec | {"model": {"type": "Unigram", "vocab": []}})
     with pytest.raises(InputError, match="Unigram tokenizer"):
         read_vocabulary(folder, {"vocab_size": 512})
+
+
+def test_settings_that_say_nothing(tmp_path: Path) -> None:
+    """No stop token in a list of them, and a file that is no object."""
+    save_plain(byte_level_tokenizer(512), tmp_path, {})
+    keys = read_vocabulary(tmp_path, {"vocab_size": 512, "eos_token_id": []}).keys
+    assert "eos_token_id" not in keys
+    write_json(tmp_path / "tokenizer_config.json", [])
+    with pytest.raises(InputError, match=r"tokenizer_config\.json holds list; a JSON object is wanted"):
+        read_vocabulary(tmp_path, {"vocab_size": 512})
