@@ -17,6 +17,7 @@ from typing import Any
 from edgespec.core.errors import CheckFailed, InputError, MissingExtra
 from edgespec.core.families import family_named
 from edgespec.core.files import read_json, whole_folder
+from edgespec.core.folder_lock import refuse_other
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import progress
@@ -47,7 +48,7 @@ class Checked:
 
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
-    checked = export_optimum(Path(options.model), Path(options.out), options.new_tokens)
+    checked = export_optimum(Path(options.model), Path(options.out).absolute(), options.new_tokens)
     print(
         f"{options.out}: largest logit difference to torch {checked.largest:.1e}, "
         f"greedy tokens {checked.same_tokens} of {checked.tokens} equal"
@@ -59,14 +60,15 @@ def run(given: dict[str, Any]) -> int:
 def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
     """Write `out` (whole or not at all): model.onnx, config.json, generation_config.json, tokenizer.
 
-    Raises InputError where `model` is no model folder, MissingExtra outside the environment, CheckFailed where the graph and
-    torch part by more than LOGITS_BOUND or in a greedy token.
+    Raises InputError where `model` is no model folder or `out` is a folder of something else, MissingExtra outside the
+    environment, CheckFailed where the graph and torch part by more than LOGITS_BOUND or in a greedy token.
     """
     if not (model / "config.json").is_file():
         raise InputError(f"{model} has no config.json; give a model folder in Hugging Face layout")
     if not any(model.glob("*.safetensors")):
         raise InputError(f"{model} has no *.safetensors file; only safetensors weights are read")
     check_heads(read_json(model / "config.json"), model)
+    refuse_other(out, "model.onnx", "OUT")  # it is replaced
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the tracer, about Python values in transformers' own code
         try:

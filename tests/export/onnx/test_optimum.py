@@ -59,7 +59,10 @@ def test_without_the_package(
 
 
 def test_what_is_refused(
-    tmp_path: Path, families: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    families: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = str(tmp_path / "out")
     assert main(["export-optimum", str(tmp_path), out]) == 2
@@ -69,6 +72,10 @@ def test_what_is_refused(
     assert "has no *.safetensors" in capsys.readouterr().err
     assert main(["export-optimum", str(families["llama"]), out]) == 2  # hidden 64, 4 heads of 32
     assert "has heads of 32, and optimum-onnx 0.1.0 takes hidden size / heads = 16" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    for folder in (str(tmp_path), "."):  # it would be deleted
+        assert main(["export-optimum", str(families["qwen2"]), folder]) == 2
+        assert f"{tmp_path} holds other files and no model.onnx" in capsys.readouterr().err
     config = json.loads((families["llama"] / "config.json").read_text())
     check_heads(config | {"head_dim": 16}, tmp_path)
     check_heads(config | {"head_dim": None}, tmp_path)
