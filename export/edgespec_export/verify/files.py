@@ -209,6 +209,7 @@ def verify_files(
             notes += [standard.note] * bool(standard.note)
             if standard.held is not None:
                 replies += standard.held.replies
+            del standard  # the next one is made, and pairs are run, in the memory of this one
         bar.set_postfix_str("tokenizers")
         own = [file for file in files if file.role in sources]
         step = partial(bar.update, 1)

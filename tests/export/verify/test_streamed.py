@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,19 @@ def test_a_7b_target_is_verified_on_a_laptop() -> None:
     assert verifying_bytes(small, files, 8, 16, alike=True) <= whole_bytes(small, 8, 0)
     assert opened_bytes(shape, [("llama.cpp", "iq4_xs")]) == opened_bytes(shape, [("llama.cpp", "q8_0")])
     assert opened_bytes(shape, [("onnxruntime", "fp16")]) > 4 * shape.parameters  # widened
+
+
+def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_files, "check_tokenizers", lambda *_: [])
+    gone, shape = list[bool](), ModelShape(8, 1, 1, 1, 8, 8, 8, tied=True, context_length=8)
+
+    def standards() -> Iterator[tuple[str, verify_files.Standard]]:
+        for role in ("target", "drafter"):
+            model = verify_files.Standard(shape, 0, None, [])
+            seen = weakref.ref(model)
+            yield role, model
+            del model
+            gone.append(seen() is None)
+
+    verify_files.verify_files([], standards(), None, None, tmp_path)
+    assert gone == [True, True]
