@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from glob import escape
 from io import TextIOWrapper
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -230,7 +231,7 @@ def scratch_beside(path: Path, purpose: str) -> Iterator[Path]:
     """
     prefix = f".{path.name}.{purpose}."
     path.parent.mkdir(parents=True, exist_ok=True)
-    for stale in path.parent.glob(f"{prefix}*"):
+    for stale in path.parent.glob(f"{escape(prefix)}*"):
         shutil.rmtree(stale, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as folder,
@@ -254,7 +255,7 @@ def _temporary(path: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in path.parent.glob(f".{path.name}.*.tmp"):
+        for stale in path.parent.glob(f".{escape(path.name)}.*.tmp"):
             process = stale.name.removeprefix(f".{path.name}.").partition(".")[0]
             if process == str(os.getpid()) or not _is_running(process):
                 remove(stale)

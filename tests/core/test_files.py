@@ -135,6 +135,14 @@ def test_what_a_killed_run_left_is_swept_and_what_another_writes_is_not(tmp_path
     assert sorted(tmp_path.iterdir()) == sorted([file, theirs])
 
 
+def test_a_name_with_brackets_is_swept_too(tmp_path: Path) -> None:
+    for name in (".out[1].99999999.tmp", ".out[1].slices.x1"):
+        (tmp_path / name).mkdir()
+    with scratch_beside(tmp_path / "out[1]", "slices"), whole_folder(tmp_path / "out[1]"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out[1]"]
+
+
 def test_nobody_can_put_a_link_where_a_file_will_be_written(tmp_path: Path) -> None:
     """Who shares the folder and knew the name would choose which of our files is overwritten."""
     names = set()
