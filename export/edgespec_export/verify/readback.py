@@ -39,14 +39,20 @@ _ONNX_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 def weights_of(path: Path, shape: ModelShape) -> Weights:
     """(name, tensor) of a GGUF file, of static graphs, or of a folder that the model builder made.
 
-    A tied output layer has the embedding's name, as in the model; a file that holds both tables gives two of that name.
+    A tied output layer has the embedding's name, as in the model; a file that holds both tables gives two of that name. Raises
+    EdgespecError for a file that no exporter writes.
     """
     if path.is_file():
         found = gguf_weights(path, shape)
     else:
         found = static_weights(path) if (path / STATIC).is_file() else onnx_weights(path, shape)
-    for name, value in found:
-        yield "model.embed_tokens.weight" if shape.tied and name == "lm_head.weight" else name, value
+    try:
+        for name, value in found:
+            yield "model.embed_tokens.weight" if shape.tied and name == "lm_head.weight" else name, value
+    except (LookupError, TypeError, ValueError) as error:  # tables that do not fit each other, names that are not there
+        raise EdgespecError(
+            f"the weights of {path} cannot be read back ({error!r:.200}); export it again"
+        ) from error
 
 
 def _by_layer(names: Iterable[str]) -> list[str]:

@@ -218,6 +218,17 @@ def test_a_tensor_that_is_not_read_back(both: Path, tmp_path: Path) -> None:
         list(gguf_weights(file, shape_in(both.parent / "target" / "config.json")))
 
 
+@pytest.mark.parametrize("settings", [{}, []])
+def test_a_folder_that_no_exporter_writes(
+    copy: Path, models: str, settings: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "target/onnx-fp32/genai_config.json"
+    write_json(copy / name, settings)
+    settle(copy, name)
+    assert main(["verify", str(copy), *QUICK, "--models", models]) == 2
+    assert "target/onnx-fp32 cannot be read back" in capsys.readouterr().err
+
+
 def test_an_altered_byte(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = bytearray((copy / GGUF).read_bytes())
     data[-100] ^= 1
