@@ -37,7 +37,7 @@ def trees_of(rows: Numbered) -> tuple[list[tuple[str, Tree]], int]:
         parent = node.get("parent_id")
         if parent is None:
             roots.append((where, node))
-        elif parent in nodes:
+        elif isinstance(parent, str) and parent in nodes:
             nodes[parent][1]["replies"].append(node)
         else:
             orphans.append((where, node))
@@ -81,7 +81,7 @@ def _checked(node: Any, role: str, where: str) -> Tree:
     """The node with its role, which is that of its place where it tells none. Raises InputError."""
     if not isinstance(node, dict) or not isinstance(node.get("text"), str):
         raise InputError(f"{where} has the message {str(node)[:60]!r}; it needs a text (a string)")
-    seen = node.get("role") or role
+    seen = str(node.get("role") or role)
     if seen not in ROLES:
         raise InputError(f"{where} has the role {seen!r}; it must be {' or '.join(ROLES)}")
     return {**node, "role": seen}
@@ -89,5 +89,6 @@ def _checked(node: Any, role: str, where: str) -> Tree:
 
 def _place(node: Tree) -> tuple[float, str]:
     rank = node.get("rank")
-    ranked = isinstance(rank, int | float) and rank == rank
-    return (float(rank) if ranked else float("inf"), str(node.get("message_id", "")))  # type: ignore[arg-type]
+    if not isinstance(rank, int | float) or rank != rank:
+        rank = float("inf")
+    return rank, str(node.get("message_id", ""))  # no float of it: JSON has whole numbers beyond those

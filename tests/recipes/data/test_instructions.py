@@ -262,6 +262,11 @@ def test_a_deep_tree_is_no_trouble(tmp_path: Path) -> None:
     assert len(read_conversations(write(tmp_path / "a.jsonl", rows))) == 200
 
 
+def test_a_rank_beyond_floats_is_a_rank(tmp_path: Path) -> None:
+    rows = [node("p0", None), node("a1", "p0", 10**400), node("a2", "p0", 3)]
+    assert read_conversations(write(tmp_path / "a.jsonl", rows)) == [asked("P0", "A2")]
+
+
 def test_a_path_of_very_many_messages_is_refused(tmp_path: Path) -> None:
     """Every answer is a conversation with all before it: 100,000 messages in a file of 9 MB would be 20 GB."""
     rows = [node("p0", None)]
@@ -324,7 +329,9 @@ def test_a_path_of_very_many_messages_is_refused(tmp_path: Path) -> None:
             r"a.jsonl:3: the message 'a2' is its own ancestor; correct its parent_id",
         ),
         ([node("p0", None), {**node("a1", "p0"), "role": "robot"}], r"a.jsonl:1 has the role 'robot'"),
+        ([node("p0", None), {**node("a1", "p0"), "role": ["x"]}], r"a.jsonl:1 has the role .*'x'"),
         ([node("p0", None), {**node("a1", "p0"), "message_id": 7}], r"a.jsonl:2 has the message_id 7"),
+        ([{**node("p0", None), "parent_id": ["p1"]}], r"OpenAssistant messages and asks nothing"),
         ([{"prompt": {"text": 3}}], r"a.jsonl:1 has the message .*it needs a text"),
         ([{"prompt": {"text": "a", "replies": "b"}}], r"a.jsonl:1 has the replies 'b'"),
     ],
