@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import urllib.error
 import urllib.request
 from threading import Event
@@ -19,6 +20,7 @@ from edgespec.core.errors import InputError, OneProcessError
 from edgespec.core.files import parse_json
 
 KEY = "EDGESPEC_API_KEY"
+_KEY = re.compile(r"[!-~]*")  # what a header can carry
 MAX_ANSWER, PIECE = 256 * 2**20, 2**20  # bytes
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
 # statuses of a server that is busy, starting or restarting
@@ -47,7 +49,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class JsonServer:
     """A server at `url` (http or https, without /v1). A key in $EDGESPEC_API_KEY is sent along.
 
-    Raises InputError for a url that is none.
+    Raises InputError for a url or a key that is none.
     """
 
     def __init__(self, url: str, timeout: float, retries: int) -> None:
@@ -59,6 +61,10 @@ class JsonServer:
             usable = False
         if not usable:
             raise InputError(f"inference.url is {url!r}; give http://HOST:PORT or https://HOST, without /v1")
+        if not _KEY.fullmatch(os.environ.get(KEY, "")):
+            raise InputError(
+                f"the key in {KEY} has a character that a header cannot carry; give printable ASCII without spaces or line ends"
+            )
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout, self.retries = timeout, retries
         self.stopped = Event()  # set by who wants no more answers: then nothing is tried again

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from edgespec_recipes.generating.http_json import JsonServer, Refusal
+from edgespec_recipes.generating.http_json import KEY, JsonServer, Refusal
 
 from edgespec.core.errors import InputError, OneProcessError
 
@@ -77,6 +77,16 @@ def test_an_answer_has_a_time_for_all_of_it() -> None:
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(InputError, match="give http://HOST:PORT"):
         JsonServer(url, 1.0, 0)
+
+
+@pytest.mark.parametrize("key", ["secret\n", "two words", "schlüssel"])
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, key)
+    with pytest.raises(InputError, match=f"the key in {KEY} has a character") as caught:
+        JsonServer("http://127.0.0.1:9", 1.0, 0)
+    assert key.strip() not in str(caught.value)
 
 
 def test_a_name_that_is_no_hosts() -> None:
