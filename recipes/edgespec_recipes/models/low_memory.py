@@ -40,7 +40,11 @@ def load_target(folder: Path, how: InferenceOptions, device: torch.device) -> An
         places = device_map(folder, dtype, budgets(how.max_memory, device))
         scratch = tempfile.mkdtemp(prefix="edgespec-")  # stays empty where the files can be read as they are
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
-        model = load_model(folder, dtype, device_map=places, offload_folder=scratch)
+        try:
+            model = load_model(folder, dtype, device_map=places, offload_folder=scratch)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
         weakref.finalize(model, shutil.rmtree, scratch, True)
     else:
         model = load_model(folder, dtype).to(device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +54,18 @@ def test_layers_on_the_disk_give_the_same_logits(target: Path, dtype: str) -> No
     assert whole.dtype == spread.dtype == getattr(torch, dtype)
     assert torch.equal(logits(spread), logits(whole))
     assert sorted(target.iterdir()) == before  # nothing is written beside the weights
+
+
+def test_weights_that_cannot_be_read_leave_no_folder_behind(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoilt = Path(shutil.copytree(target, tmp_path / "target"))
+    (spoilt / "model.safetensors").write_bytes(b"nothing")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_target(spoilt, SPREAD, CPU)
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 def test_whole_layers_fill_the_budget_in_order(target: Path) -> None:
