@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.families import FULL, LONGROPE
 from edgespec.core.files import read_json, whole_folder, write_json, write_text
-from edgespec.core.shapes import ModelShape
+from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.model_folder.chat_template import TEMPLATE_FILE, read_chat_template
 from edgespec.model_folder.chat_template import TOKENIZER_FILES as FAST_FILES
 from edgespec.model_folder.check import check_chat, check_model
@@ -172,7 +173,7 @@ def stop_ids_of(folder: Path, tokenizer: Any) -> list[int]:
 
 def save_model(model: Any, tokenizer_folder: Path, out: Path) -> None:
     """Write a model folder, whole or not at all: float32 safetensors, the tokenizer files of `tokenizer_folder`, and a config
-    that transformers 4.57 reads as well as 5.x (4.57 takes rope_theta from the top level and knows no TokenizersBackend).
+    that transformers 4.57 reads as well as 5.x (4.57 knows neither rope_parameters nor TokenizersBackend).
 
     A model with a vocabulary subset is written as a plain one of V' + 1 tokens with its vocabulary.json.
     """
@@ -210,11 +211,19 @@ def copy_tokenizer(source: Path, out: Path) -> None:
 
 
 def write_both_forms(folder: Path) -> None:
-    """Put rope_theta at the top level of config.json beside rope_parameters."""
+    """Put RoPE's base and scaling at the top level of config.json, where transformers 4.57 looks, beside rope_parameters.
+
+    Of LongRoPE the base alone: Phi-3's class of 4.57 takes three fields of the scaling and refuses more.
+    """
     config = read_json(folder / "config.json")
-    rope = config.get("rope_parameters") or {}
+    rope, sliding = rope_of(config)
     theta = config.get("rope_theta", rope.get("rope_theta", 10000.0))
     config["rope_theta"] = theta
-    config["rope_parameters"] = {"rope_type": "default", **rope, "rope_theta": theta}
+    if FULL not in (config.get("rope_parameters") or {}):
+        config["rope_parameters"] = {**rope, "rope_theta": theta}
+    elif sliding is not None:  # Gemma 3: its layers have one of two bases
+        config["rope_local_base_freq"] = sliding.get("rope_theta", 10000.0)
+    if rope["rope_type"] not in ("default", *LONGROPE):
+        config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
     config["torch_dtype"] = config["dtype"] = "float32"
     write_json(folder / "config.json", config)

@@ -12,6 +12,7 @@ import torch
 from edgespec_recipes.models import loading
 from edgespec_recipes.target_names import resolve
 from edgespec_runtime.text.tokenizer import ChatTokenizer
+from family_cases import LLAMA3
 from huggingface_hub import errors
 from small_files import files_of_at_most
 from tiny_models import make_model_folder
@@ -19,7 +20,7 @@ from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 from tokenizers import Tokenizer
 
 from edgespec.core.errors import InputError, NoRoom
-from edgespec.core.files import write_json
+from edgespec.core.files import read_json, write_json
 from edgespec.recipe.targets import TARGETS
 
 
@@ -52,6 +53,31 @@ def test_saved_folder_gives_the_same_logits_and_both_forms(model_folder: Path, t
     assert about["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert about["chat_template"] == (tmp_path / "saved" / "chat_template.jinja").read_text()
     assert again.dtype == torch.float32
+
+
+def test_saved_folder_has_the_scaling_of_rope_in_both_forms(tmp_path: Path) -> None:
+    """transformers 4.57 reads rope_scaling and has never heard of rope_parameters."""
+    folder = make_model_folder(tmp_path / "model", rope_parameters=LLAMA3)
+    model = loading.load_model(folder)
+    loading.save_model(model, folder, tmp_path / "saved")
+    config = read_json(tmp_path / "saved" / "config.json")
+    scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    assert (config["rope_theta"], config["rope_scaling"]) == (LLAMA3["rope_theta"], scaling)
+    ids = torch.arange(5, 205)[None]
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, loading.load_model(tmp_path / "saved")(ids).logits)
+
+
+def test_both_bases_of_a_gemma_3_are_kept(tmp_path: Path) -> None:
+    """transformers 4.57 has the base of the layers that attend in full in rope_theta."""
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    both = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}
+    write_json(tmp_path / "config.json", {"model_type": "gemma3_text", "rope_parameters": both})
+    loading.write_both_forms(tmp_path)
+    config = read_json(tmp_path / "config.json")
+    assert (config["rope_theta"], config["rope_local_base_freq"]) == (1e6, 2e4)
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    assert config["rope_parameters"] == both
 
 
 def test_full_disk_leaves_no_half_model(model_folder: Path, tmp_path: Path) -> None:
