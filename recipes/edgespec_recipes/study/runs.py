@@ -141,6 +141,10 @@ class Runs:
             return {"name": found.name, "folder": str(found.folder), "source": found.source}
 
         self.target = Path(self.stage(out / "target", named, find, Reads())["folder"])
+        if not (self.target / "config.json").is_file():
+            raise InputError(
+                f"the target's folder {self.target} is gone; remove {out / 'target'} and run the same command again"
+            )
         held_out = {f"tasks.{name}.held_out": task.held_out for name, task in tasks.items()}
         asked = {f"tasks.{name}.instructions": task.instructions for name, task in tasks.items()}
         plain = {name: to_mapping(task) for name, task in tasks.items()}

@@ -23,6 +23,7 @@ from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.study_options import dump_study, parse_sampling, read_study
+from edgespec.recipe.targets import FoundTarget
 from edgespec.verbs import study as study_verb
 from edgespec.verbs.study import shipped_studies
 
@@ -323,6 +324,13 @@ def test_a_second_run_makes_nothing_and_says_the_same(
     (place / "docs" / "results.md").unlink()
     assert study_verb.run(given(place, render=True)) == 0
     assert (place / "docs" / "results.md").exists()
+
+
+def test_a_target_that_is_gone_is_said_with_the_next_step(tmp_path: Path) -> None:
+    found = FoundTarget("t", tmp_path / "gone", "was here", "")
+    made = runs.Runs(read_study("s", values()), tmp_path / "out", lambda name: found)
+    with pytest.raises(InputError, match=r"gone is gone; remove .*target and run the same command again"):
+        made.prepared()
 
 
 def test_a_folder_of_other_options_is_refused(finished: Path, place: Path, tmp_path: Path) -> None:
