@@ -106,11 +106,8 @@ def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
         if isinstance(error.__cause__, errors.OfflineModeIsEnabled):
             why = "HF_HUB_OFFLINE is set: fetch it once without that variable"
         raise InputError(f"{repo} is not on this machine and {why}, {local}") from error
-    except (
-        errors.HTTPError,
-        OSError,
-        ValueError,
-    ) as error:  # HTTPError: the HTTP library's, which changed over time
+    # HTTPError: the HTTP library's, which changed over time; RuntimeError: of a client that was closed, and of hf_xet
+    except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
         raise InputError(
             f"{repo} could not be downloaded ({first_line(error)}); run the same command again: files that came whole are kept; "
             f"{folder_instead}"

@@ -174,6 +174,7 @@ def test_no_network_says_what_to_do(offline: bool, message: str, monkeypatch: py
         ),
         (errors.RepositoryNotFoundError, "the hub has no model"),
         (errors.HfHubHTTPError, "could not be downloaded"),
+        (RuntimeError, "could not be downloaded"),  # hf_xet's, where a download breaks off
     ],
 )
 def test_what_the_hub_answers(kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
