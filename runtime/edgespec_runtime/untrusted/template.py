@@ -38,6 +38,7 @@ from edgespec_runtime.untrusted.template_limits import (
     Meter,
     TemplateLimit,
     check_bits,
+    check_fields,
     check_format,
     check_numbers,
     weight,
@@ -205,6 +206,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
         def checked(*args: Any, **kwargs: Any) -> str:
             check_format(text, (*args, *kwargs.values()))
+            check_fields(text)
             return inner(*args, **kwargs)
 
         return checked

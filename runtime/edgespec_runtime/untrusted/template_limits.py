@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from string import Formatter
 from typing import Any
 
 from jinja2.runtime import Undefined
@@ -92,11 +93,15 @@ def check_bits(left: Any, right: Any, bits: Callable[[int, int], int]) -> None:
 
 
 def check_format(text: str, values: Any) -> None:
-    """A format string can repeat a value, and ask for any width: in digits, from an argument (*), or from a field in a field."""
+    """A format string can repeat a value, and ask for any width: in digits, or from an argument (*)."""
     size = len(text) + (text.count("%") + text.count("{")) * weight(values, as_text=True)
     if size > MAX_OUTPUT:
         raise TemplateLimit(f"it would format a text of {size} characters; at most {MAX_OUTPUT}")
     if len(text) > 4096 or re.search(r"\d{5}|%[^a-zA-Z%]*\*", text):
         raise TemplateLimit(f"it formats with {text[:80]!r}; at most 4096 characters and widths below 10000")
-    if re.search(r"\{[^{}]*\{", text.replace("{{", "").replace("}}", "")):
+
+
+def check_fields(text: str) -> None:
+    """A field of `str.format` may take its width from another one, which could be any."""
+    if any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(text)):
         raise TemplateLimit(f"it formats with {text[:80]!r}; no fields inside of fields")

@@ -35,6 +35,8 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
         ("{{ 'x'|center(10**9) }}", "a number beyond 1000000"),
         ("{{ '%1000000000d' % 1 }}", "formats with"),
         ("{{ '{:1000000000}'.format(1) }}", "formats with"),
+        ("{{ '{:{}}'.format(1, 10**9) }}", "no fields inside of fields"),
+        ("{{ '{0[}]:{1}}'.format({'}': 1}, 10**9) }}", "no fields inside of fields"),
         ("{{ messages|tojson(indent=10**6) }}", "indents JSON by"),
         (
             "{% set n = namespace(x=range(20000)|list) %}{% for a in range(28) %}{% set n.x = [n.x] %}{% endfor %}"
