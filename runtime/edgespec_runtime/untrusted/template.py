@@ -28,6 +28,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace as JinjaNamespace
 from jinja2.visitor import NodeTransformer
 
 from edgespec.core.errors import BundleError, InputError
@@ -124,6 +125,13 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class Namespace(JinjaNamespace):
+    """Jinja's, without its content where an error names it: one that holds another twice, again and again, is endless as text."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox with a meter; see the head of this module."""
 
@@ -136,6 +144,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         )
         self.meter = Meter()
         del self.globals["lipsum"]
+        self.globals["namespace"] = Namespace
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = _strftime_now
         self.filters = {name: self._filter(name, self.filters[name]) for name in _FILTERS}

@@ -18,6 +18,7 @@ from edgespec_runtime.text.tokenizer import ChatTokenizer
 from edgespec_runtime.untrusted import template_limits
 from edgespec_runtime.untrusted.template import SafeTemplate
 from edgespec_runtime.untrusted.template_limits import MAX_SECONDS, Meter
+from jinja2 import TemplateError
 
 from edgespec.core.errors import BundleError, EdgespecError
 from edgespec.core.manifest import open_manifest
@@ -97,6 +98,14 @@ def test_work_and_time_each_end_a_loop(
     monkeypatch.setattr(template_limits, "time", clock)
     with pytest.raises(BundleError, match=words):
         tokenizer.render(HELLO)
+
+
+@pytest.mark.parametrize("error", ["raise_exception(n.x)", "[].index(n.x)", "{}[n.x].y"])
+def test_no_error_tells_what_a_namespace_holds(error: str) -> None:
+    """One that holds another twice, 18 times over, has a text of megabytes; 50 times over, one that no memory holds."""
+    grown = "{% set n = namespace() %}{% for a in range(18) %}{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}"
+    with pytest.raises((BundleError, TemplateError), match="<Namespace>"):
+        SafeTemplate(grown + "{{ " + error + " }}").render({})
 
 
 @pytest.mark.parametrize(
