@@ -36,6 +36,7 @@ from edgespec.core.manifest import AGAIN
 from edgespec_runtime.untrusted.template_limits import (
     ITEM,
     MAX_OUTPUT,
+    STEP,
     Meter,
     TemplateLimit,
     check_bits,
@@ -66,6 +67,10 @@ _METHODS: dict[type, frozenset[str]] = {
 }
 # Python compares each character of these texts with each one of the argument, at worst, and no clock stops it.
 _PRODUCTS = frozenset(("strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition", "trim"))
+# They can be asked to take each item by an attribute: 'a.b,c'.
+_BY_ATTRIBUTE = frozenset(
+    ("groupby", "join", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique")
+)
 _FILTERS = """
     abs float int max min round sum
     capitalize center e escape filesizeformat forceescape format indent lower replace
@@ -267,6 +272,10 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             check_numbers(others)
             named = dict(zip(_PARAMETERS.get(name, ()), values[1:], strict=False)) | kwargs
             self._check(name, values[0], named)
+            if name in _BY_ATTRIBUTE and isinstance(values[0], str | list | tuple | Mapping):
+                # for every item the parts of an attribute's name are looked up one by one
+                parts = sum(one.count(".") + one.count(",") for one in others if isinstance(one, str))
+                self.meter.spend(STEP * parts * len(values[0]))
             if name == "format":
                 check_format(str(values[0]), others)
             return self.metered_value(self._plain(inner(*args[:first], *values, **kwargs)))

@@ -68,6 +68,9 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
         ("{% set b = 'b'|center(900000) %}{{ (b ~ b).rsplit(maxsplit=1, sep='a' ~ b) }}", "steps' worth of work"),
         ("{% set b = 'x'|center(900000) %}{{ ('%(a)s' * 800) % {'a': b} }}", "would format a text of"),
         ("{% set b = 'x'|center(900000) %}{{ ('{0}' * 1300).format(b) }}", "would format a text of"),
+        ("{{ ('x' * 200000)|list|sort(attribute='0.' * 200000 ~ '0') }}", "steps' worth of work"),
+        ("{{ ('x' * 200000)|list|join(attribute='0.' * 200000 ~ '0') }}", "steps' worth of work"),
+        ("{{ ('x' * 200000)|list|map(attribute='0,' * 200000 ~ '0')|list }}", "steps' worth of work"),
         ("{{ range(8000)|list|tojson(separators=('x'|center(900000), ':')) }}", "separates JSON by more than 64"),
     ],
 )  # fmt: skip
