@@ -204,6 +204,10 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             else:
                 known = _PARAMETERS.get(name) or range(len(args))
                 __self._check(name, owner, dict(zip(known, args, strict=False)) | named)
+        elif __obj is dict or __obj is Namespace:
+            args = tuple(__self._plain(one) for one in args)
+            # keys of one hash are compared with each other, and no clock stops it
+            __self.meter.spend(sum(len(one) ** 2 for one in args if isinstance(one, list | tuple)))
         return __self.metered_value(super().call(__context, __obj, *args, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

@@ -71,6 +71,8 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
         ("{{ ('x' * 200000)|list|sort(attribute='0.' * 200000 ~ '0') }}", "steps' worth of work"),
         ("{{ ('x' * 200000)|list|join(attribute='0.' * 200000 ~ '0') }}", "steps' worth of work"),
         ("{{ ('x' * 200000)|list|map(attribute='0,' * 200000 ~ '0')|list }}", "steps' worth of work"),
+        ("{% set m = 2**61 - 1 %}{{ dict(range(0, 99999 * m, m)|batch(2)|list)|length }}", "steps' worth of work"),
+        ("{% set m = 2**61 - 1 %}{% for a in range(0, 99999 * m, m) %}{{ dict(loop) }}{% endfor %}", "steps' worth of work"),
         ("{{ range(8000)|list|tojson(separators=('x'|center(900000), ':')) }}", "separates JSON by more than 64"),
     ],
 )  # fmt: skip
