@@ -55,13 +55,23 @@ class Engine(Cache, Protocol):
 
 
 def check_room(engine: Cache, count: int) -> None:
-    """Raise InputError where `count` more tokens do not fit; engines call it before they compute."""
+    """Raise InputError where `count` more tokens do not fit."""
     if not 1 <= count <= engine.block_length:
         raise InputError(f"{engine.name}: {count} tokens in one pass; it takes 1 to {engine.block_length}")
     if engine.n_past + count > engine.context_length:
         raise InputError(
             f"{engine.name}: {engine.n_past} tokens + {count} more exceed the context of {engine.context_length}; "
             "shorten the prompt"
+        )
+
+
+def check_tokens(engine: Engine, tokens: Sequence[int]) -> None:
+    """`check_room`; InputError also for an id outside the vocabulary, where a kernel may read what lies beside its table."""
+    check_room(engine, len(tokens))
+    if min(tokens) < 0 or max(tokens) >= engine.vocab_size:
+        bad = next(token for token in tokens if not 0 <= token < engine.vocab_size)
+        raise InputError(
+            f"token id {bad} is outside the vocabulary of {engine.vocab_size}; the tokenizer is another model's"
         )
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from edgespec.core.errors import BundleError, EdgespecError, InputError, MissingExtra
 from edgespec_runtime.engines.block_kernels import PIECE, VERIFIED, kernels_for
 from edgespec_runtime.engines.device import is_amd_with_bf16
-from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_tokens, default_threads
 from edgespec_runtime.untrusted.gguf_file import read_header
 
 BLOCK_LENGTH = 256  # prefill pieces: near full speed, and a logits buffer of 33 MB at 32,000 tokens
@@ -246,7 +246,7 @@ class LlamaCppEngine(LlamaCppModel):
         Raises InputError where the tokens do not fit into what is left of the context, or lie outside the vocabulary.
         """
         count = len(tokens)
-        check_room(self, count)
+        check_tokens(self, tokens)
         if self._hidden is not None:
             self.features = self._hidden[:count]
         if not PIECE < count <= len(self._joined):
@@ -270,11 +270,6 @@ class LlamaCppEngine(LlamaCppModel):
         batch.n_tokens = count
         try:
             if status := lib.llama_decode(self._context, batch):
-                bad = [token for token in tokens if not 0 <= token < self.vocab_size]
-                if bad:
-                    raise InputError(
-                        f"token id {bad[0]} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
-                    )
                 raise EdgespecError(
                     f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {reason()}"
                 )

@@ -18,7 +18,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgespec.core.errors import BundleError, EdgespecError
-from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_tokens, default_threads
 from edgespec_runtime.untrusted.genai_settings import OnnxSettings, read_settings
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
@@ -190,7 +190,7 @@ class OnnxRuntimeEngine(InPlaceGraph):
 
     def forward(self, tokens: Sequence[int]) -> Logits:
         count = len(tokens)
-        check_room(self, count)
+        check_tokens(self, tokens)
         self._ids[:count] = tokens
         self._bind_mask(count)
         self._run(count)

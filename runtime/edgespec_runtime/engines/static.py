@@ -22,7 +22,7 @@ import numpy as np
 from edgespec.core.errors import BundleError, EdgespecError, InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO
-from edgespec_runtime.engines.engine import Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.engines.engine import Logits, check_rewind, check_tokens, default_threads
 from edgespec_runtime.engines.static_program import (
     Array,
     Feeds,
@@ -158,7 +158,7 @@ class StaticEngine:
 
     def feeds(self, tokens: Sequence[int]) -> tuple[str, Feeds]:
         """The graph that takes `tokens` next and its inputs, which are views of this engine's own memory."""
-        check_room(self, len(tokens))
+        check_tokens(self, tokens)
         space, name = next(entry for entry in self._graphs if entry[0] >= len(tokens))
         ids = np.zeros((1, space), dtype=np.int32)
         ids[0, : len(tokens)] = tokens

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.files import read_json, write_text
 from edgespec.core.manifest import MAX_VOCAB_SIZE
-from edgespec_runtime.engines.engine import Engine, Logits
+from edgespec_runtime.engines.engine import Engine, Logits, check_tokens
 
 VOCABULARY = "vocabulary.json"
 MAX_BYTES = 16 * 1024 * 1024  # a vocabulary of a million tokens takes 8 MB
@@ -145,13 +145,8 @@ class SubsetEngine(PartialEngine):
         self._places = vocabulary.places()
 
     def forward(self, tokens: Sequence[int]) -> Logits:
-        try:
-            places = self._places.take(tokens)
-        except IndexError as error:
-            raise InputError(
-                f"token id {max(tokens)} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
-            ) from error
-        return self._spread(self.inner.forward(places.tolist()))
+        check_tokens(self, tokens)
+        return self._spread(self.inner.forward(self._places.take(tokens).tolist()))
 
     def use_rope(self, *, long: bool) -> None:
         self.inner.use_rope(long=long)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec.core.errors import BundleError, InputError
+from edgespec.core.errors import BundleError
 from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.engines.engine import Logits, check_room
+from edgespec_runtime.engines.engine import Logits, check_tokens
 from edgespec_runtime.engines.vocabulary import PartialEngine, Vocabulary
 
 
@@ -60,11 +60,7 @@ class FeatureEngine(PartialEngine):
         next. Where a feature is missing (nobody asks for such a draft), zeros stand in its place.
         """
         count, first = len(tokens), self.n_past
-        check_room(self, count)
-        if not all(0 <= token < self.vocab_size for token in tokens):
-            raise InputError(
-                f"token id {max(tokens)} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
-            )
+        check_tokens(self, tokens)
         known = len(self.target.tokens)  # features 0 .. known − 1
         read = self._read[:count]
         read[:] = 0.0

@@ -10,7 +10,7 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.static import MOST, StaticEngine
 from static_model import SAID, settings_of, static_model
 
-from edgespec.core.errors import BundleError, EdgespecError
+from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO
 
@@ -26,6 +26,8 @@ def test_settings_that_tell_of_other_graphs_are_refused_before_memory_is_taken(
     engine = StaticEngine(folder, threads=1, backend=backend)
     assert engine.forward([1, 2, 3]).argmax(1).tolist() == [SAID] * 3
     assert engine.forward([4]).shape == (1, 16)
+    with pytest.raises(InputError, match="token id 16 is outside the vocabulary of 16"):
+        engine.forward([4, 16])
     engine.close()
     write_json(folder / "static.json", read_json(folder / "static.json") | HUGE)
     with pytest.raises(BundleError, match=r"cannot run .*model: the settings want .* and the graph has"):

@@ -18,7 +18,7 @@ from edgespec_runtime.pair.bundle import open_pair
 from edgespec_runtime.untrusted.gguf_config import read_model
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
-from edgespec.core.errors import BundleError, EdgespecError
+from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.files import read_json
 
 
@@ -143,6 +143,16 @@ def test_a_head_size_that_lies_is_noticed_by_the_first_pass(copy: Path) -> None:
     pair = open_pair(copy, OPTIONS)
     with pytest.raises(EdgespecError, match="ONNX Runtime failed on 3 tokens after 0"):
         pair.target.engine.forward([1, 2, 3])
+
+
+@pytest.mark.parametrize("token", [512, -1])
+def test_an_id_that_the_model_has_not_is_refused_before_a_pass(copy: Path, token: int) -> None:
+    """A stranger's tokenizer may give one, and not every kernel looks."""
+    model = open_pair(copy, OPTIONS).target
+    model.forward([1, 2, 3])
+    with pytest.raises(InputError, match=f"token id {token} is outside the vocabulary of 512"):
+        model.forward([4, token])
+    assert model.tokens == [1, 2, 3]
 
 
 def test_names_in_a_graph_that_fails_do_not_reach_the_terminal(
