@@ -65,6 +65,10 @@ def parse_yaml(data: bytes, where: str) -> Any:
         return loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    except (LookupError, AttributeError) as error:  # PyYAML's, of `!!bool maybe`
+        raise InputError(
+            f"{where} has a tag (!!bool, !!int, ...) before a value of another kind; leave the tag out"
+        ) from error
     except RecursionError as error:
         raise InputError(
             f"{where} is nested too deeply; an option is a section, a name and a value"

@@ -210,6 +210,12 @@ def test_a_long_number_of_yaml_is_refused(number: str, form: str) -> None:
         parse_yaml(form.format(number).encode(), "f")
 
 
+@pytest.mark.parametrize("value", ["!!bool maybe", "!!int ''", "!!float ''", "!!timestamp x"])
+def test_a_tag_of_yaml_before_another_value_is_refused(value: str) -> None:
+    with pytest.raises(InputError, match=r"f has a tag .* before a value of another kind; leave the tag out"):
+        parse_yaml(f"a: {value}".encode(), "f")
+
+
 @pytest.mark.parametrize(
     "text",
     [
