@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.core.texts import harmless
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME, STATIC
 
 EXACT = "exact"
@@ -21,6 +22,8 @@ FAST = "fast"
 MODES = (EXACT, FAST)
 STEADY = frozenset({ONNXRUNTIME, LLAMACPP, STATIC})
 """Engines whose kernels give a block the logits of single steps. OpenVINO is not one: it chooses its kernels itself."""
+MOST_TOLD = 80  # characters of a stranger's that are printed
+MOST_COUNTED = 2**53
 ROUNDING = 1e-3  # of a logit; floats summed in another order stay below a tenth of it
 
 
@@ -147,13 +150,16 @@ def exactness_of(way: Way, verification: Mapping[str, Any]) -> Exactness:
                 remark = "; ".join(filter(None, (remark, below)))
             return Exactness(way.mode, *numbers, remark, *by_kernel)
         if way.runs == EXACT and check.get("checked_with") != way.engine:
-            unmeasured = f"not measured on {way.engine}; checked with: {check.get('checked_with')}"
+            told = harmless(str(check.get("checked_with"))[:MOST_TOLD])
+            unmeasured = f"not measured on {way.engine}; checked with: {' '.join(told.split())}"
         break
     return Exactness(way.mode, None, None, None, "; ".join(filter(None, (unmeasured, remark))), *by_kernel)
 
 
 def _numbers(measured: Mapping[str, Any], positions: Any) -> tuple[float, int, int] | None:
     largest, flips = measured.get("block_largest"), measured.get("block_flips")
+    if isinstance(largest, int) and abs(largest) > MOST_COUNTED:  # no float holds every larger one
+        return None
     if isinstance(largest, int | float) and isinstance(flips, int) and isinstance(positions, int):
         return float(largest), flips, positions
     return None

@@ -266,6 +266,7 @@ def check(**more: Any) -> dict[str, Any]:
         {"files": [check(fast=[1])]},
         {"files": [check(fast={"block_largest": "much", "block_flips": 1})]},
         {"files": [check(fast={"block_largest": 0.5, "block_flips": 1}, positions=None)]},
+        {"files": [check(fast={"block_largest": 10**400, "block_flips": 1})]},
     ],
 )
 def test_what_a_stranger_wrote_is_not_measured(verification: dict[str, Any]) -> None:
@@ -291,6 +292,10 @@ def test_what_was_measured_is_that_of_what_runs() -> None:
     assert str(exactness_of(Way(EXACT, flash_attention=True, **way), absent)) == (
         "exact mode (not measured on llama.cpp; checked with: weights read back in torch)"
     )
+    absent["files"][0]["checked_with"] = "\x1b]0;a title\x07" + "x" * 1000
+    told = str(exactness_of(Way(EXACT, flash_attention=True, **way), absent))
+    assert told.isprintable()  # doctor and bench print it
+    assert len(told) < 200
     on = Way(EXACT, "llama.cpp", "f16", flash_attention=True, float_weights=True)
     assert exactness_of(on, {"files": [check(precision="f16")]}).largest is None
 
