@@ -42,6 +42,13 @@ _STRANGE = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
     36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
+# What the items of the tokenizer's tables must be: llama.cpp takes them for strings, floats and 32-bit integers without a look.
+_TABLES = {
+    "tokens": ("strings", {_STRING}),
+    "merges": ("strings", {_STRING}),
+    "scores": ("float32", {6}),
+    "token_type": ("32-bit integers", {4, 5}),
+}
 # Largest sensible value of hyperparameters that size what is allocated, or that are divided by; 1 is the smallest.
 _BOUNDS = {
     "block_count": 1_024,
@@ -202,6 +209,11 @@ class _Header:
             seen = pairs.get(f"{architecture}.{name}")
             if not (isinstance(seen, range | None) or (type(seen) is int and 1 <= seen <= most)):
                 raise self._refuse(f"has {name} {seen!r:.80}", f"1 to {most}")
+        for name, (wanted, kinds) in _TABLES.items():
+            key = f"tokenizer.ggml.{name}"
+            if key in pairs and (key not in self.arrays or self.arrays[key].kind not in kinds):
+                seen = f"an array of type {self.arrays[key].kind}" if key in self.arrays else "no array"
+                raise self._refuse(f"has {seen} for {key}", f"an array of {wanted}")
         tokens = pairs.get("tokenizer.ggml.tokens")
         for name in ("scores", "token_type"):
             other = pairs.get(f"tokenizer.ggml.{name}")

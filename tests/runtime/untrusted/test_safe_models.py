@@ -208,6 +208,19 @@ KIND = [struct.pack("<I", kind) for kind in range(13)]
         (header("k", struct.pack("<I", 99), pairs=1), "a value of type 99"),
         (header("k", KIND[0], b"\1", "k", KIND[0], b"\1", pairs=2), "has the key 'k' twice"),
         (header("general.alignment", KIND[4], bytes(4), pairs=1), "has the alignment 0"),
+        (
+            header("tokenizer.ggml.scores", KIND[9], KIND[0], 2, b"\0\0", pairs=1),
+            "has an array of type 0 for tokenizer.ggml.scores; an array of float32",
+        ),
+        (
+            header("tokenizer.ggml.token_type", KIND[9], KIND[2], 1, b"\0\0", pairs=1),
+            "an array of 32-bit integers",
+        ),
+        (
+            header("tokenizer.ggml.tokens", KIND[9], KIND[4], 1, bytes(4), pairs=1),
+            "an array of strings",
+        ),
+        (header("tokenizer.ggml.merges", KIND[8], "a b", pairs=1), "has no array for tokenizer.ggml.merges"),
         (header("split.count", KIND[2], b"\3\0", pairs=1), "is part of 3 files"),
         (header("t", struct.pack("<I", 9), tensors=1), "has 9 dimensions of 't'"),
         (header("t", KIND[1], 0, KIND[0], 0, tensors=1), "has 0 rows of 't'"),
