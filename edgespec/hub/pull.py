@@ -73,6 +73,8 @@ def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
     Raises InputError (network, gate, room, another pull), BundleError (content).
     """
     out = out.absolute()
+    if not out.name:
+        raise InputError(f"{out} is the root of a file system; give a folder in it with --out")
     partial = out.with_name(f".{out.name}.partial")
     fresh = not partial.exists()
     with held(partial, f"edgespec pull {repo}"):

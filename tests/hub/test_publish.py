@@ -371,6 +371,11 @@ def test_a_partial_folder_that_others_made_is_not_used(
     assert (mine / "precious").exists()
 
 
+def test_the_root_of_a_file_system_becomes_no_bundle() -> None:
+    with pytest.raises(InputError, match="is the root of a file system; give a folder in it with --out"):
+        pull("me/pair", Path("/"), "main", 1)
+
+
 def test_local_paths_are_found_in_words_and_lists() -> None:
     value = {
         "command": "edgespec export --target /home/a/model",
