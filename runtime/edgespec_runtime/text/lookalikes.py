@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.manifest import AGAIN
 
 Message = dict[str, str]
 
@@ -37,6 +38,24 @@ PLAIN_CHATS: tuple[list[Message], ...] = (
 
 _NEVER = "(?!)"  # a pattern that matches nothing
 _PLACES = range(0x100000, 0x10FFFE)  # private-use characters of plane 16
+
+
+def encoded(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Encoding:
+    """A text as it stands; with `special`, between the tokens that a tokenizer adds.
+
+    Raises BundleError where a stranger's tokenizer breaks down: one without a token for what it does not know, a pattern
+    without end.
+    """
+    try:
+        found: Encoding = tokenizer.encode(text, add_special_tokens=special)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # the library raises bare Exception, and its panics are none at all
+    except BaseException as error:
+        raise BundleError(
+            f"the tokenizer breaks down on a text of {len(text)} characters ({str(error)[:200]}); {AGAIN}"
+        ) from error
+    return found
 
 
 class Lookalikes:
@@ -97,16 +116,16 @@ class Lookalikes:
     def encode(self, text: str, hidden: Mapping[str, str]) -> list[int]:
         """Ids of what the template wrote for messages from `hide`, or of a part of it; no special tokens are added."""
         if not hidden:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(encoded(self._tokenizer, text).ids)
         tokenizer, names, ids = self._renamed
         text = self._pattern.sub(lambda match: names[match.group()], text)
         text = text.translate({ord(character): spelt for character, spelt in hidden.items()})
-        return [ids.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
+        return [ids.get(token, token) for token in encoded(tokenizer, text).ids]
 
     def _becomes_special(self, text: str) -> bool:
         if not self._normalised:
             return False
-        found = self._tokenizer.encode(text, add_special_tokens=False).ids
+        found = encoded(self._tokenizer, text).ids
         return not set(self.ids.values()).isdisjoint(found)
 
     @cached_property

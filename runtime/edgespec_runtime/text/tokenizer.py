@@ -21,7 +21,7 @@ from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.files import read_bounded, read_json
 from edgespec.core.manifest import AGAIN, MAX_VOCAB_SIZE
 from edgespec.model_folder.chat_template import chat_template_of
-from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
+from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes, encoded
 from edgespec_runtime.untrusted.template import SafeTemplate
 from edgespec_runtime.untrusted.tokenizer_growth import check_growth
 
@@ -96,14 +96,14 @@ class ChatTokenizer:
 
         `bos`: behind the BOS, where the tokenizer puts one before a text and this text does not begin with it.
         """
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        ids = list(encoded(self._tokenizer, text).ids)
         first = self._bos if bos else []
         return ids if ids[: len(first)] == first else first + ids
 
     @cached_property
     def _bos(self) -> list[int]:
         """What the post-processor puts before a text; some put nothing there."""
-        encoding = self._tokenizer.encode("a")
+        encoding = encoded(self._tokenizer, "a", special=True)
         added = takewhile(bool, encoding.special_tokens_mask)
         return list(compress(encoding.ids, added))
 

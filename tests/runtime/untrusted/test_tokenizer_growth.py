@@ -95,6 +95,21 @@ def test_tokenizers_as_they_are_in_use() -> None:
         check_growth({"normalizer": normalizer, "pre_tokenizer": None}, Path())
 
 
+def test_a_tokenizer_that_breaks_down_on_a_text(tmp_path: Path) -> None:
+    """The library raises a bare Exception where it knows no token for a word, and none for what it does not know."""
+    folder = tokenizer_folder(tmp_path / "tokenizer", byte_level_tokenizer(300))
+    parts = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**spec, **parts, "added_tokens": [], "model": model}))
+    tokenizer = ChatTokenizer(folder)
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(BundleError, match="the tokenizer breaks down on a text of 1 characters"):
+        tokenizer.encode("b")
+    with pytest.raises(BundleError, match="the tokenizer breaks down on a text"):
+        tokenizer.encode_chat([{"role": "user", "content": "b"}])
+
+
 def test_a_tokenizer_that_pads_does_not(tmp_path: Path) -> None:
     tokenizer = sentencepiece_like("never")
     tokenizer.enable_padding(length=1000)
