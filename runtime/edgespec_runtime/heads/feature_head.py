@@ -21,16 +21,16 @@ from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
 GRAPH, SETTINGS = "model.onnx", "head.json"
 BLOCK_LENGTH = 128  # as the target's prefill pieces
-MOST = 2**24  # of every number in the settings, which size memory
-_SIZES = (
-    "hidden_size",
-    "kv_heads",
-    "head_dim",
-    "layers",
-    "feature_size",
-    "draft_vocab_size",
-    "context_length",
-)
+MOST = 2**24  # of every number in the settings, which size memory, but one
+_SIZES = {
+    "hidden_size": MOST,
+    "kv_heads": MOST,
+    "head_dim": MOST,
+    "layers": 1024,
+    "feature_size": MOST,
+    "draft_vocab_size": MOST,
+    "context_length": MOST,
+}
 
 
 class FeatureHead(InPlaceGraph):
@@ -108,4 +108,4 @@ def _shape(folder: Path) -> dict[str, int]:
     shape = found.get("shape") if isinstance(found, dict) else None
     if not isinstance(shape, dict):
         raise BundleError(f"{where} has no 'shape'; export the drafter again")
-    return {name: count_of(shape, name, MOST, where) for name in _SIZES}
+    return {name: count_of(shape, name, most, where) for name, most in _SIZES.items()}

@@ -14,6 +14,7 @@ import onnx
 import pytest
 from altered_bundle import LLAMACPP, ONNX, OPTIONS, change, refused, secret
 from edgespec_runtime.engines.onnx_runtime import open_session
+from edgespec_runtime.heads.feature_head import FeatureHead
 from edgespec_runtime.pair.bundle import open_pair
 from edgespec_runtime.untrusted.gguf_config import read_model
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
@@ -153,6 +154,14 @@ def test_an_id_that_the_model_has_not_is_refused_before_a_pass(copy: Path, token
     with pytest.raises(InputError, match=f"token id {token} is outside the vocabulary of 512"):
         model.forward([4, token])
     assert model.tokens == [1, 2, 3]
+
+
+def test_a_head_of_a_million_layers_is_refused_before_any_is_named(tmp_path: Path) -> None:
+    sizes = ("hidden_size", "kv_heads", "head_dim", "feature_size", "draft_vocab_size", "context_length")
+    shape = {**dict.fromkeys(sizes, 8), "layers": 2**20}
+    (tmp_path / "head.json").write_text(json.dumps({"shape": shape}))
+    with pytest.raises(BundleError, match="no usable 'layers': it is '1048576', and 1 to 1024 is wanted"):
+        FeatureHead(tmp_path)
 
 
 def test_names_in_a_graph_that_fails_do_not_reach_the_terminal(
