@@ -61,7 +61,10 @@ class _Bounded(FileIO):
                 f"the hub sends more than the {self._limit} bytes of {self._of!r}; the repository is altered"
             )
         self._bar.update(len(data) / MIB)
-        return super().write(data)
+        left = memoryview(data)
+        while left:  # where a disk is nearly full, the system takes a part of it and raises nothing
+            left = left[super().write(left) :]
+        return len(data)
 
 
 def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hub_server import TOKEN, Hub, contents, running
 from repository import REPOSITORY
+from small_files import files_of_at_most
 
 from edgespec.cli import main
 from edgespec.core.errors import BundleError, InputError
@@ -28,7 +30,7 @@ from edgespec.core.manifest import (
     write_manifest,
 )
 from edgespec.hub.publish import check_head, check_names
-from edgespec.hub.pull import pull
+from edgespec.hub.pull import _Bounded, pull
 from edgespec.hub.push import local_paths
 
 REPO = "me/pair"
@@ -369,6 +371,16 @@ def test_a_partial_folder_that_others_made_is_not_used(
     with pytest.raises(InputError, match=r"\.pair\.partial is a link or another user's; remove it"):
         pull("me/pair", tmp_path / "pair", "main", 1)
     assert (mine / "precious").exists()
+
+
+def test_bytes_that_find_no_room_are_missed(tmp_path: Path) -> None:
+    """Else a disk that fills up in a file's last bytes would be told as a repository that was altered."""
+    with (
+        pytest.raises(OSError, match="File too large"),
+        files_of_at_most(1000),
+        _Bounded(tmp_path / "part", 2000, "a file", Mock()) as part,
+    ):
+        part.write(bytes(1500))
 
 
 def test_the_root_of_a_file_system_becomes_no_bundle() -> None:
