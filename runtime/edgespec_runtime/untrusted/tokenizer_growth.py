@@ -16,12 +16,15 @@ from edgespec.core.manifest import AGAIN
 
 MOST_STEPS = 16
 MOST_GROWTH = 1000
+MOST_WORD = 1000  # characters; BERT's files say 100
 # characters of one, at most
 _BY_TYPE = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 2, "ByteLevel": 4}
 
 
 def check_growth(spec: dict[str, Any], path: Path, error: type[EdgespecError] = BundleError) -> None:
-    """Raises `error` for a part of many steps, or one that makes a text much longer; ValueError for one that is none."""
+    """Raises `error` for a part of many steps, or one that makes a text much longer, and for long words; ValueError for a part
+    that is none.
+    """
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         steps = [] if spec.get(part) is None else list(_steps(spec[part]))
         if len(steps) > MOST_STEPS or math.prod(map(_growth, steps)) > MOST_GROWTH:
@@ -29,6 +32,14 @@ def check_growth(spec: dict[str, Any], path: Path, error: type[EdgespecError] = 
                 f"{path} has a {part} of {len(steps)} steps that can make a text very long; at most {MOST_STEPS} steps, and "
                 f"{MOST_GROWTH} characters of one, are wanted: {AGAIN}"
             )
+    model = spec.get("model") or {}
+    affixes = (len(model.get(name) or "") for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+    # WordPiece looks for every part of a word with the prefix before it: its length cubed
+    longest = max(model.get("max_input_chars_per_word") or 0, *affixes)
+    if longest > MOST_WORD:
+        raise error(
+            f"{path} has words or parts of words of {longest} characters; at most {MOST_WORD} are wanted: {AGAIN}"
+        )
 
 
 def _steps(value: Any) -> Iterator[dict[str, Any]]:

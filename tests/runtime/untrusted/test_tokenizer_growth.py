@@ -71,6 +71,15 @@ def test_a_text_that_would_grow(tmp_path: Path, part: str, value: Any, words: st
         ChatTokenizer(folder)
 
 
+def test_words_that_would_take_hours() -> None:
+    """WordPiece looks for a token in every part of a word: one of 64,000 characters takes hours."""
+    model: dict[str, Any] = {"type": "WordPiece", "vocab": {"a": 0}, "max_input_chars_per_word": 100}
+    check_growth({"model": {**model, "continuing_subword_prefix": "##"}}, Path())
+    for long in ({"max_input_chars_per_word": 10**6}, {"continuing_subword_prefix": "#" * 10**6}):
+        with pytest.raises(BundleError, match="words of 1000000 characters; at most 1000 are wanted"):
+            check_growth({"model": model | long}, Path())
+
+
 def test_tokenizers_as_they_are_in_use() -> None:
     """Of GPT-2's kind, of Llama 2's and Gemma's, of Qwen's, of T5's and of ALBERT's."""
     blank = replace(" {2,}", "▁", "Regex")
