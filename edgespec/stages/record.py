@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def clear_if_inputs_changed(result: Path, reads: Reads, record: Path | None = No
     """
     place = record or result / RECORD
     seen = _read(place)
-    for stale in result.parent.glob(f".{result.name}.*.stale"):  # left by a killed run
+    for stale in result.parent.glob(f".{escape(result.name)}.*.stale"):  # left by a killed run
         shutil.rmtree(stale, ignore_errors=True)
     begun = result.is_file() or (result.is_dir() and any(result.iterdir()))
     finished = result.is_file() or (result / STAGE_FILE).exists()
