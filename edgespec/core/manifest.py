@@ -31,6 +31,7 @@ from typing import Any
 
 from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import kind_of, path_problem, read_json, sha256_file, write_json
+from edgespec.core.options import shell_line
 from edgespec.core.progress import MIB, reading
 
 SCHEMA_VERSION = 1
@@ -196,7 +197,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.exists():
         words = f"{path} is missing: {folder} is no bundle, or its making was cut short; give a folder made by edgespec"
         if (folder / "config.json").is_file() or (folder.suffix.lower() == ".gguf" and folder.is_file()):
-            words = f"{folder} is a model and no pair: edgespec build-drafter --target {folder}, or export with --drafter SMALLER"
+            command = shell_line("edgespec", "build-drafter", "--target", folder)
+            words = f"{folder} is a model and no pair: {command}, or export with --drafter SMALLER"
         raise BundleError(words)
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BundleError(f"{path} is a link to {path.resolve()}, outside the bundle; {AGAIN}")

@@ -49,7 +49,7 @@ def run(given: dict[str, Any]) -> int:
     if options.devices:
         return _devices(**{name: str(value) for name, value in rest.items()})
     if "rehearsal" in rest and not options.rehearse:
-        flag = as_flags({"rehearsal": rest["rehearsal"]})[0]
+        flag = as_flags({"rehearsal": rest["rehearsal"]})[0].partition("=")[0]
         raise InputError(f"{flag} belongs to --rehearse; give both or neither")
     if not rest.get("target"):
         raise InputError(f"target is missing: {help_of(Recipe.__dataclass_fields__['target'])}")
@@ -68,7 +68,8 @@ def _check_alone(modes: list[str], rest: dict[str, Any]) -> None:
     strange = [f"--{mode}" for mode in modes[1:]]
     strange += as_flags({name: value for name, value in rest.items() if name not in MODES[modes[0]]})
     if strange:
-        raise InputError(f"{strange[0]} has no effect with --{modes[0]}; leave one of them out")
+        flag = strange[0].partition("=")[0]
+        raise InputError(f"{flag} has no effect with --{modes[0]}; leave one of them out")
 
 
 def _devices(target: str = "", device: str = "", json: str = "") -> int:

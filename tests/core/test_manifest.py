@@ -88,6 +88,13 @@ def test_draft_lengths_that_were_never_used_are_read_as_those_that_were(folder: 
     assert open_manifest(folder).device == device | {"draft_length": 62, "max_draft_length": 15}
 
 
+def test_the_command_for_a_model_can_be_copied(tmp_path: Path) -> None:
+    model = tmp_path / "my model"
+    write_json(model / "config.json", {})
+    with pytest.raises(BundleError, match=f"edgespec build-drafter --target '{model}', or export"):
+        open_manifest(model)
+
+
 def test_a_file_that_is_not_listed_is_ignored(folder: Path) -> None:
     (folder / "stage.json").write_text("{}")
     assert "stage.json" not in open_manifest(folder).files
