@@ -86,7 +86,7 @@ def test_a_pipe_is_told_what_was_found(here: Path, capsys: pytest.CaptureFixture
 
 def test_the_command_in_a_message_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    with pytest.raises(InputError, match="Name one: edgespec chat 'my bundle'$"):
+    with pytest.raises(InputError, match=r"Name one: edgespec chat 'my bundle'$"):
         chat.choose([Found("my bundle", "a pair")])
 
 

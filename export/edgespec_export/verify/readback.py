@@ -49,7 +49,11 @@ def weights_of(path: Path, shape: ModelShape) -> Weights:
     try:
         for name, value in found:
             yield "model.embed_tokens.weight" if shape.tied and name == "lm_head.weight" else name, value
-    except (LookupError, TypeError, ValueError) as error:  # tables that do not fit each other, names that are not there
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # tables that do not fit each other, names that are not there
         raise EdgespecError(
             f"the weights of {path} cannot be read back ({error!r:.200}); export it again"
         ) from error
@@ -144,7 +148,7 @@ def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list
     return [
         f"{name} is {told[name]} instead of {value:g}"
         for name, value in wanted.items()
-        if type(found[name]) not in (int, float) or not np.isclose(found[name], value, rtol=1e-6)
+        if not isinstance(seen := found[name], int | float) or not np.isclose(seen, value, rtol=1e-6)
     ]
 
 

@@ -108,7 +108,9 @@ def test_work_and_time_each_end_a_loop(
 @pytest.mark.parametrize("error", ["raise_exception(n.x)", "[].index(n.x)", "{}[n.x].y"])
 def test_no_error_tells_what_a_namespace_holds(error: str) -> None:
     """One that holds another twice, 18 times over, has a text of megabytes; 50 times over, one that no memory holds."""
-    grown = "{% set n = namespace() %}{% for a in range(18) %}{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}"
+    grown = (
+        "{% set n = namespace() %}{% for a in range(18) %}{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}"
+    )
     with pytest.raises((BundleError, TemplateError), match="<Namespace>"):
         SafeTemplate(grown + "{{ " + error + " }}").render({})
 
