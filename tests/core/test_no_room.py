@@ -164,7 +164,7 @@ def test_the_message_is_any_processes(
 
 @pytest.mark.parametrize(
     ("stage", "place"),
-    [("pretrain", "pretrain"), ("distill", "distill"), ("export", "export"), ("pack", ".bundle.")],
+    [("pretrain", "pretrain"), ("distill", "distill"), ("export", "export"), ("pack", "bundle")],
 )
 def test_a_build_that_meets_it_is_one_line_and_goes_on(
     small_build: Path, tmp_path: Path, stage: str, place: str
