@@ -211,7 +211,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """
     if path.is_symlink():
         raise InputError(
-            f"{path} is a symbolic link, and a folder takes its place; remove the link, "
+            f"{path} is a symbolic link, and edgespec writes a folder there; remove the link, "
             "then run the same command again"
         )
     with _temporary(path, partial(shutil.rmtree, ignore_errors=True)) as temporary:

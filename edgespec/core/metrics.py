@@ -32,9 +32,7 @@ class RawCounts:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     total_seconds: float = 0.0  # decoding without prefill; the rest of it is sampling and the loop
-    behind: int = (
-        0  # drafter steps behind drafts: they say what the rule wants to know there, and give no token
-    )
+    behind: int = 0  # drafter steps behind drafts: the rule asks for q there, and no token follows
 
     def add_block(self, drafted: int, accepted: int, emitted: int, copied: int = 0, behind: int = 0) -> None:
         """Count one verified block: `accepted` of `drafted` draft tokens passed, `emitted` tokens left the loop.

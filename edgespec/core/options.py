@@ -303,7 +303,7 @@ def as_flags(values: Mapping[str, Any], prefix: str = "", prose: Collection[str]
 
 
 def _flag(flag: str, value: str) -> list[str]:
-    """A flag with its value, which a sign ties to it where it looks like a flag itself (-0.5,0.5)."""
+    """A flag and its value. A value that begins with a dash (-0.5,0.5) is joined with "=": else it would be read as a flag."""
     tied = value.startswith("-") and value != "-"
     return [f"--{flag}={value}"] if tied else [f"--{flag}", value]
 
