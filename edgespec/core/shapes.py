@@ -168,7 +168,8 @@ class ModelShape:
 
 
 _KINDS = {field.name: str(field.type) for field in fields(ModelShape)}
-MOST = 2**40  # of any number in a shape that a stranger's file tells
+MOST = 2**24  # of a whole number in a shape that a stranger's file tells; a GGUF file's longest context and vocabulary too
+MOST_FLOAT = 2.0**40
 
 
 def told_shape(values: Mapping[str, Any], role: str) -> ModelShape:
@@ -192,13 +193,14 @@ def impossible(values: Mapping[str, Any]) -> str:
     for name, value in values.items():
         kind = _KINDS[name]
         if kind == "float":
-            right = type(value) in (int, float) and 0 < value < MOST
+            right = type(value) in (int, float) and 0 < value < MOST_FLOAT
         elif kind == "bool":
             right = isinstance(value, bool)
         else:
-            right = (type(value) is int and 0 < value < MOST) or (value is None and kind.endswith("None"))
+            right = (type(value) is int and 0 < value <= MOST) or (value is None and kind.endswith("None"))
         if not right:
-            return f"the {name} {str(value)[:80]}; a value of the kind {kind} is wanted"
+            bound = "" if kind == "bool" else f" between 0 and {MOST_FLOAT if kind == 'float' else MOST:.0f}"
+            return f"the {name} {str(value)[:80]}; a value of the kind {kind}{bound} is wanted"
     return ""
 
 

@@ -14,7 +14,7 @@ from edgespec_runtime.chooser.expected_acceptance import Acceptance
 from edgespec_runtime.chooser.pass_costs import Costs, CostsAt
 from edgespec_runtime.doctor.block_difference import Difference
 from edgespec_runtime.engines.device import Device
-from edgespec_runtime.engines.exactness import FAST
+from edgespec_runtime.engines.exactness import EXACT, FAST
 
 USUAL_CONTEXT = 256
 CLEARLY = 1.05  # what is less than this faster is not worth a flag, nor worth telling from noise
@@ -239,11 +239,13 @@ def advice(findings: Findings) -> list[str]:
     fastest = max((chosen, *findings.others), key=lambda variant: variant.at.token_rate(rate))
     times = fastest.at.token_rate(rate) / chosen.at.token_rate(rate)
     if times > CLEARLY:
+        files = [(way.engine, way.precision) for way in (chosen, *findings.others) if way.fast_graph]
+        exact = EXACT if (fastest.engine, fastest.precision) in files else None  # the file's usual mode may be fast
         other = {
             "engine": fastest.engine,
             "precision": fastest.precision,
             "flash_attention": fastest.flash_attention,
-            "mode": FAST if fastest.fast_graph else None,
+            "mode": FAST if fastest.fast_graph else exact,
         }
         said = f"about {times:.1f} times as fast"
         if fastest.precision != chosen.precision:

@@ -156,6 +156,8 @@ def test_advice_is_a_command_that_fits() -> None:
     assert last.endswith("# about 2.0 times as fast; other weights, so other replies")
     slower = replace(faster, costs=variant(CHEAP, 0.05, step=0.0099).costs)
     assert len(advice(findings(good, 0.7, others=(slower,)))) == 2
+    exact = replace(good, costs=faster.costs)
+    assert "--mode exact " in advice(findings(replace(good, fast_graph=True), 0.7, others=(exact,)))[-1]
     flips = Difference(0.1, 3, 256)
     unlike = replace(faster, flash_attention=False, difference=flips)
     last = advice(findings(replace(faster, costs=good.costs), 0.7, others=(unlike,)))[-1]
