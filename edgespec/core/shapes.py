@@ -168,7 +168,9 @@ class ModelShape:
 
 
 _KINDS = {field.name: str(field.type) for field in fields(ModelShape)}
-MOST = 2**24  # of a whole number in a shape that a stranger's file tells; a GGUF file's longest context and vocabulary too
+MOST = (
+    2**24
+)  # of a whole number in a shape that a stranger's file tells; a GGUF file's longest context and vocabulary too
 MOST_FLOAT = 2.0**40
 
 

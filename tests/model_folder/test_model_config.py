@@ -171,9 +171,15 @@ def test_a_folder_that_is_right_is_read_as_it_is(families: dict[str, Path]) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": "2"}, r"head\.json gives the layers 2; a value of the kind int between 0 and 16777216 is"),
+        (
+            {"layers": "2"},
+            r"head\.json gives the layers 2; a value of the kind int between 0 and 16777216 is",
+        ),
         ({"heads": -1}, r"head\.json gives the heads -1"),
-        ({"hidden_size": 2**24 + 1}, r"head\.json gives the hidden 16777217"),  # a plan would try widths for hours
+        (
+            {"hidden_size": 2**24 + 1},
+            r"head\.json gives the hidden 16777217",
+        ),  # a plan would try widths for hours
         ({"layers": None}, r"head\.json gives the layers None"),
     ],
 )

@@ -1,6 +1,6 @@
 """What a bundle runs unless told otherwise: of the files whose answers stay, the fastest one with its drafter, timed here.
 
-Small targets run as floats and are not timed (write.py). A file is timed in both modes: the exact one, whose blocks have the
+Small targets run as floats and are not timed. A file is timed in both modes: the exact one, whose blocks have the
 logits of single steps, and the fast one. Fast is the default where exact kernels slow plain decoding below EXACT_SHARE of it.
 Files within a tenth of the fastest count as fast as it, and the one that drafts speed up most is taken: text that repeats itself
 gains more than α promises. A device's own precision goes before speed, because the device is another machine. A changed file is
@@ -22,11 +22,13 @@ from edgespec_runtime.engines.vocabulary import Vocabulary
 from edgespec.core.manifest import Manifest
 from edgespec.core.progress import progress
 from edgespec.core.table import table
+from edgespec.recipe.schema import ExportOptions
 from edgespec_export.answers.report import red
 from edgespec_export.answers.verdict import CHANGED, CLOSE, kept_of, verdict_of
 from edgespec_export.bundle.draft_side import DRAFT_SIDE, ROUNDS, draft_table, speed_of
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.file_check import has_engine
+from edgespec_export.verify.files import MOST_EXACT, exactness
 
 # of the fast mode's plain token rate: with less, exactness costs more than speculation brings
 EXACT_SHARE = 0.9
@@ -121,6 +123,42 @@ def pick(timed: Sequence[Timed], preferred: Preferred | None = None) -> dict[str
     reason += f"; {keeps(chosen.kept)}{_left_out(left)}"
     fast = " ".join(f"{engine}/{precision}" for (engine, precision), one in modes.items() if one.mode == FAST)
     return {"engine": chosen.engine, "precision": chosen.precision, "reason": reason, "fast": fast}
+
+
+def untimed_default(
+    options: ExportOptions,
+    small: bool,
+    preferred: Preferred | None,
+    runs: Sequence[ExportedFile],
+    both: Mapping[str, list[str]],
+    verification: Mapping[str, Any],
+) -> dict[str, str] | None:
+    """What chat runs unless told otherwise, where no clock is needed or none can run: static graphs, the least rounded ONNX file
+    (else q8_0) of a `small` target, a device's own choice for it. None: the files must be timed.
+    """
+    engine = None if preferred is None else preferred.key[0]
+    static = engine == "static" or (engine is None and not (options.onnx or options.gguf))
+    if not small and not static and any(map(has_engine, runs)):
+        return None
+    onnx, gguf = both.get("onnxruntime", []), both.get("llama.cpp", [])
+    if preferred is not None:
+        others = [(preferred.key[0], name) for name in both.get(preferred.key[0], [])]
+        offered, reason = list(dict.fromkeys([preferred.key, *others])), preferred.by
+    elif static:
+        offered, reason = [("static", name) for name in options.npu], "the bundle has static graphs only"
+    elif small and "fp32" in onnx:
+        reason = "the target is small enough to run unrounded"
+        return {"engine": "onnxruntime", "precision": "fp32", "reason": reason}
+    else:
+        offered = [("onnxruntime", name) for name in sorted(onnx, key=exactness)]
+        offered += [("llama.cpp", name) for name in sorted(gguf, key=lambda name: name != "q8_0")]
+        if not onnx:
+            reason = "the bundle has GGUF files only"
+        elif offered[0][1] in MOST_EXACT:
+            reason = "the target is small enough to run in floats"
+        else:
+            reason = "the bundle has no float weights for ONNX Runtime"
+    return first_faithful(offered, verification, reason)
 
 
 def first_faithful(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,7 @@ from edgespec.core.files import (
     write_jsonl,
     write_text,
 )
-from edgespec.core.manifest import (
-    HEAD,
-    MODEL,
-    ROLES,
-    BundleFile,
-    BundleModel,
-    Manifest,
-    describe_files,
-    write_manifest,
-)
+from edgespec.core.manifest import ROLES, BundleFile, Manifest, describe_files, write_manifest
 from edgespec.core.progress import MIB, reading
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import GENERATION, read_generation_config, stop_ids
@@ -49,16 +40,14 @@ from edgespec_export.bundle.default_choice import (
     Preferred,
     Timed,
     choose_default,
-    first_faithful,
+    untimed_default,
 )
 from edgespec_export.bundle.draft_side import DRAFT_SIDE, choose_drafters
-from edgespec_export.formats.export import ExportedFile, exported_files, streamed_bytes
+from edgespec_export.bundle.packed_pair import DRAFTERS_VOCABULARY, PackedPair
+from edgespec_export.formats.export import ExportedFile, exported_files
 from edgespec_export.other_engines.other_engines import write_elsewhere
-from edgespec_export.verify.file_check import has_engine
-from edgespec_export.verify.files import MOST_EXACT, exactness
 from edgespec_export.verify.tokenizer_files import FolderTokenizer
 
-DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
 FLOAT = 4  # bytes
 # bytes of fp32 weights up to which the unrounded model is the default and nothing is timed
 FLOAT_LIMIT = 256 * 2**20
@@ -88,92 +77,47 @@ def write_bundle(
     two tokenizers differ or an exported file is missing.
     """
     folders = dict(zip(ROLES, (target.folder, drafter_folder), strict=True))
-    head = is_head(drafter_folder)
     shapes = {role: shape_of_drafter(folder) for role, folder in folders.items()}
     subset = check_same_tokenizer(target.folder, drafter_folder)
-    own = own_file(target.folder)
+    own, head = own_file(target.folder), is_head(drafter_folder)
     exported = exported_files(export_folder, options, own, head=head)
     if not exported:
         raise InputError("the recipe exports no precision at all; give --export.onnx or --export.gguf")
     parameters = {role: shape.parameters for role, shape in shapes.items()}
     # all of them travel, since other engines pair files of one precision; the runtime's pairs are these
     files, drafters = choose_drafters(exported, subset, parameters, verification)
+    pair = PackedPair(export_folder, files, shapes, subset, head)
     with whole_folder(out) as folder:
         sizes = _copy(exported, export_folder, folder)
-        (folder / "tokenizer").mkdir()
-        copy_tokenizer(target.folder, folder / "tokenizer")
-        # with every id that ends a reply: the runtime reads no other file for them
-        ends = stop_ids(target.folder, FolderTokenizer(target.folder).whole.eos_token_id)
-        generation = read_generation_config(target.folder) | {"eos_token_id": ends}
-        write_json(folder / "tokenizer" / GENERATION, generation)
+        _write_tokenizer(target.folder, folder / "tokenizer")
         if subset is not None:
             write_vocabulary(folder / DRAFTERS_VOCABULARY, subset)
         write_jsonl(folder / "prompts.jsonl", [{"messages": list(messages)} for messages in prompts])
         write_json(folder / "evaluation.json", evaluation)
         write_json(folder / "verify.json", verification)
-        names = {
-            "target": (target.name, target.source),
-            "drafter": (foreign.name, foreign.source)
-            if foreign
-            else (f"{target.name}-drafter", "made by edgespec"),
-        }
-        models = {
-            role: BundleModel(
-                *names[role],
-                asdict(shape),
-                shape.parameters,
-                _table(files, role, export_folder),
-                DRAFTERS_VOCABULARY if role == "drafter" and subset is not None else None,
-                _table(files, role, export_folder, fast=True),
-                HEAD if head and role == "drafter" else MODEL,
-            )
-            for role, shape in shapes.items()
-        }
-        streamed = {
-            (file.role, file.key, fast): streamed_bytes(file, fast=fast)
-            for file in files
-            for fast in ((False,) if file.fast_graph is None else (False, True))
-        }
-        # c by the bytes that a token streams, for each file of the target and its fast graph
-        ratios = {
-            "/".join((*key, "fast") if fast else key): streamed["drafter", key, False] / size
-            for (role, key, fast), size in streamed.items()
-            if role == "target"
-        }
-        small = FLOAT * parameters["target"] <= FLOAT_LIMIT
-        beside = models["drafter"].files
-        both = {
-            engine: [name for name in table if name in beside.get(engine, {})]
-            for engine, table in models["target"].files.items()
-        }
-        preferred = _preferred(device, own)
-        runs = [file for file in files if preferred is None or file.engine == preferred.key[0]]
-        default, timed = _untimed(options, small, preferred, runs, both, verification), list[Timed]()
-        if default is None:
-            default, timed = choose_default(runs, subset, parameters, verification, metrics, preferred)
+        default, timed = _default(pair, options, _preferred(device, own), verification, metrics)
         if subset is None:  # else no other engine can run the pair
             checkpoint = drafter_folder if device is None else None
-            write_elsewhere(folder, checkpoint, both.get("onnxruntime", []), default)
-        tokenizer_hash = sha256_file(folder / "tokenizer" / "tokenizer.json")
+            write_elsewhere(folder, checkpoint, pair.precisions().get("onnxruntime", []), default)
+        made = (foreign.name, foreign.source) if foreign else (f"{target.name}-drafter", "made by edgespec")
         manifest = Manifest(
-            pair={"tokenizer_sha256": tokenizer_hash, "vocab_size": shapes["target"].vocab_size},
-            target=models["target"],
-            drafter=models["drafter"],
+            pair={
+                "tokenizer_sha256": sha256_file(folder / "tokenizer" / "tokenizer.json"),
+                "vocab_size": shapes["target"].vocab_size,
+            },
+            target=pair.model("target", target.name, target.source),
+            drafter=pair.model("drafter", *made),
             default=default,
-            cost_ratio={"parameters": parameters["drafter"] / parameters["target"], "bytes": ratios},
+            cost_ratio=pair.cost_ratio(),
             metrics=metrics
             | ({TIMED_FILES: [one.row() for one in timed]} if timed else {})
             | ({DRAFT_SIDE: drafters} if drafters else {}),
             provenance=provenance | _bits(export_folder) | {"versions": versions(), "edgespec": __version__},
             files=describe_files(folder),
-            device={} if device is None else device.settings(min(s.context_length for s in shapes.values())),
+            device={} if device is None else device.settings(pair.context_length),
         )
-        rows = []
-        for path, one in {file.path: file for file in files}.items():
-            fast = one.fast_graph is not None and usual_mode(default, *one.key) == FAST
-            name = path.relative_to(export_folder).as_posix()
-            rows.append((name, sizes[path], streamed[one.role, one.key, fast]))
         card = folder / "README.md"
+        rows = _card_rows(pair, default, sizes)
         write_text(
             card, Card(manifest, rows, evaluation, verification, target.licence, subset, foreign).text()
         )
@@ -192,6 +136,49 @@ def _copy(exported: Sequence[ExportedFile], export_folder: Path, folder: Path) -
                 copy_file(file, folder / file.relative_to(export_folder))
             bar.update(size / MIB)
     return sizes
+
+
+def _write_tokenizer(target_folder: Path, place: Path) -> None:
+    """The target's, with every id that ends a reply: the runtime reads no other file for them."""
+    place.mkdir()
+    copy_tokenizer(target_folder, place)
+    ends = stop_ids(target_folder, FolderTokenizer(target_folder).whole.eos_token_id)
+    write_json(place / GENERATION, read_generation_config(target_folder) | {"eos_token_id": ends})
+
+
+def _default(
+    pair: PackedPair,
+    options: ExportOptions,
+    preferred: Preferred | None,
+    verification: dict[str, Any],
+    metrics: dict[str, Any],
+) -> tuple[dict[str, str], list[Timed]]:
+    """What chat runs unless told otherwise, and what was timed to choose it."""
+    runs = [file for file in pair.files if preferred is None or file.engine == preferred.key[0]]
+    small = FLOAT * pair.parameters["target"] <= FLOAT_LIMIT
+    if default := untimed_default(options, small, preferred, runs, pair.precisions(), verification):
+        return default, []
+    return choose_default(runs, pair.subset, pair.parameters, verification, metrics, preferred)
+
+
+def _preferred(device: Profile | None, own: OwnFile | None) -> Preferred | None:
+    """The precision of a device's profile."""
+    if device is None:
+        return None
+    precision = own.precision if own is not None and device.engine == "llama.cpp" else device.target
+    return Preferred((device.engine, precision), f"the profile of {device.name}")
+
+
+def _card_rows(
+    pair: PackedPair, default: dict[str, str], sizes: dict[Path, int]
+) -> list[tuple[str, int, int]]:
+    """Of each file its name, its bytes, and those that a token streams in the mode that it usually runs in."""
+    rows = []
+    for path, one in {file.path: file for file in pair.files}.items():
+        fast = one.fast_graph is not None and usual_mode(default, *one.key) == FAST
+        name = path.relative_to(pair.root).as_posix()
+        rows.append((name, sizes[path], pair.streamed[one.role, one.key, fast]))
+    return rows
 
 
 def _bits(export_folder: Path) -> dict[str, Any]:
@@ -222,62 +209,6 @@ def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabular
     # a GGUF file says what splits its text in other words than a tokenizer.json does
     check_same_ids(both, what, pieces=not any(map(own_file, folders)))
     return subset
-
-
-def _table(
-    files: list[ExportedFile], role: str, root: Path, *, fast: bool = False
-) -> dict[str, dict[str, str]]:
-    """{engine: {precision: path}}; `fast`: of the graphs for the fast mode, where the export wrote them."""
-    engines: dict[str, dict[str, str]] = {}
-    for file in files:
-        path = file.fast_graph if fast else file.path
-        if file.role == role and path is not None:
-            engines.setdefault(file.engine, {})[file.precision] = path.relative_to(root).as_posix()
-    return engines
-
-
-def _preferred(device: Profile | None, own: OwnFile | None) -> Preferred | None:
-    """The precision of a device's profile."""
-    if device is None:
-        return None
-    precision = own.precision if own is not None and device.engine == "llama.cpp" else device.target
-    return Preferred((device.engine, precision), f"the profile of {device.name}")
-
-
-def _untimed(
-    options: ExportOptions,
-    small: bool,
-    preferred: Preferred | None,
-    runs: list[ExportedFile],
-    both: dict[str, list[str]],
-    verification: dict[str, Any],
-) -> dict[str, str] | None:
-    """What chat runs unless told otherwise, where no clock is needed or none can run: static graphs, the least rounded ONNX file
-    (else q8_0) of a `small` target, a device's own choice for it. None: the files must be timed.
-    """
-    engine = None if preferred is None else preferred.key[0]
-    static = engine == "static" or (engine is None and not (options.onnx or options.gguf))
-    if not small and not static and any(map(has_engine, runs)):
-        return None
-    onnx, gguf = both.get("onnxruntime", []), both.get("llama.cpp", [])
-    if preferred is not None:
-        others = [(preferred.key[0], name) for name in both.get(preferred.key[0], [])]
-        offered, reason = list(dict.fromkeys([preferred.key, *others])), preferred.by
-    elif static:
-        offered, reason = [("static", name) for name in options.npu], "the bundle has static graphs only"
-    elif small and "fp32" in onnx:
-        reason = "the target is small enough to run unrounded"
-        return {"engine": "onnxruntime", "precision": "fp32", "reason": reason}
-    else:
-        offered = [("onnxruntime", name) for name in sorted(onnx, key=exactness)]
-        offered += [("llama.cpp", name) for name in sorted(gguf, key=lambda name: name != "q8_0")]
-        if not onnx:
-            reason = "the bundle has GGUF files only"
-        elif offered[0][1] in MOST_EXACT:
-            reason = "the target is small enough to run in floats"
-        else:
-            reason = "the bundle has no float weights for ONNX Runtime"
-    return first_faithful(offered, verification, reason)
 
 
 def _size(path: Path) -> int:

@@ -240,7 +240,9 @@ def advice(findings: Findings) -> list[str]:
     times = fastest.at.token_rate(rate) / chosen.at.token_rate(rate)
     if times > CLEARLY:
         files = [(way.engine, way.precision) for way in (chosen, *findings.others) if way.fast_graph]
-        exact = EXACT if (fastest.engine, fastest.precision) in files else None  # the file's usual mode may be fast
+        exact = (
+            EXACT if (fastest.engine, fastest.precision) in files else None
+        )  # the file's usual mode may be fast
         other = {
             "engine": fastest.engine,
             "precision": fastest.precision,

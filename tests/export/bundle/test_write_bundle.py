@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from edgespec_export.bundle import write as write_file
+from edgespec_export.bundle.default_choice import untimed_default
 from edgespec_export.bundle.write import check_same_tokenizer, write_bundle
 from edgespec_export.formats.export import ExportedFile, export_pair, streamed_bytes
 from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model, stop_ids_of
@@ -145,7 +146,7 @@ def test_of_a_small_target_the_most_exact_file(
     kept = {"role": "target", "engine": "onnxruntime", "answers": {"top1": [0.95] * 3}}
     checks = [kept | {"precision": name} for name in onnx_files]
     both = {"onnxruntime": onnx_files, "llama.cpp": gguf_files}
-    choice = write_file._untimed(ExportOptions(), True, None, [], both, {"files": checks})
+    choice = untimed_default(ExportOptions(), True, None, [], both, {"files": checks})
     assert choice is not None
     assert choice["precision"] == chosen
     assert choice["reason"].startswith(words)
@@ -306,7 +307,7 @@ def test_c_is_that_of_the_graph_that_runs(
     options = ExportOptions(onnx=("int8",), gguf=())
     export_pair(tmp_path / "export", made["target"], made["drafter"], options)
     default = {"engine": "onnxruntime", "precision": "int8", "reason": "", "fast": "onnxruntime/int8"}
-    monkeypatch.setattr(write_file, "_untimed", lambda *_: default)
+    monkeypatch.setattr(write_file, "untimed_default", lambda *_: default)
     out = tmp_path / "bundle"
     write(out, made, options, export=tmp_path / "export")
     target, drafter = (
