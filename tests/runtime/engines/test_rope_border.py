@@ -11,6 +11,7 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import check_rewind, check_room
+from loop_setup import Padding
 from toy_engine import ToyEngine, random_model
 
 from edgespec.core.errors import InputError
@@ -170,13 +171,18 @@ def pair(drafter_border: int | None) -> tuple[CachedEngine, CachedEngine]:
 
 
 @pytest.mark.parametrize("drafter_border", [None, BORDER, 23])
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("gamma", [1, 3, 7])
-def test_greedy_replies_cross_without_a_trace(drafter_border: int | None, gamma: int) -> None:
-    """Of a drafter that is wrong nearly always: what it proposes across the border would be rejected there."""
+def test_greedy_replies_cross_without_a_trace(drafter_border: int | None, gamma: int, padded: bool) -> None:
+    """Of a drafter that is wrong nearly always: what it proposes across the border would be rejected there.
+
+    Nor does the padding of a pass cross it, which would have the text read again twice.
+    """
     target, draft = pair(drafter_border)
     options = DecodingOptions(temperature=0.0, draft_length=gamma, max_new_tokens=30)
     counts = RawCounts()
-    said = [token for block in decode(target, draft, TEXT[:5], options, (), counts) for token in block.tokens]
+    blocks = decode(target, draft, TEXT[:5], options, (), counts, Padding(gamma) if padded else None)
+    said = [token for block in blocks for token in block.tokens]
     wanted = TEXT[:5]
     while len(wanted) < 35:
         wanted.append(int(law(wanted).argmax()))

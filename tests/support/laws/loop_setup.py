@@ -1,4 +1,4 @@
-"""A target and a drafter behind caches, one way to run the decoding loop on them, and a schedule that changes its mind."""
+"""A target and a drafter behind caches, one way to run the decoding loop on them, and schedules: a fickle one, one that pads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed
+from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from toy_engine import LogitsOf, ToyEngine
 
@@ -63,3 +63,21 @@ class Chosen(Fixed):
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         super().draft_length(context, room, origins)
         return min(next(self._lengths), room)
+
+
+class Padding(Fixed):
+    """Passes of a multiple of four tokens, as a schedule makes them where kernels work on rows of four.
+
+    Attributes:
+        told: tokens of every pass, as the loop says.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.told: list[int] = []
+
+    def pass_length(self, count: int) -> int:
+        return -(-count // 4) * 4
+
+    def observe(self, outcome: Outcome) -> None:
+        self.told.append(outcome.size)
