@@ -264,7 +264,7 @@ def test_limits_that_are_the_drafter(text: str) -> None:
     for position, s in positions(WARPS["all"]):
         assert all(rule.accept(position, int(token)) == 1.0 for token in np.flatnonzero(s.q))
         if "opt" not in text and "token" not in text:
-            assert "p" not in vars(position)
+            assert position._p is None
         np.testing.assert_array_equal(position_law(rule, position), position.q.dense(V))
 
 
