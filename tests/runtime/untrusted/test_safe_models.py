@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,51 @@ def test_external_data_hidden_in_the_graph_or_through_a_link(copy: Path) -> None
     (copy / ONNX / "model.onnx.data").symlink_to(outside / "secret")
     with pytest.raises(BundleError, match=r"a link to .* outside its folder"):
         check_onnx(copy / ONNX / "model.onnx")
+
+
+def ways_to_a_tensor(kind: Any, before: tuple[str, ...] = ("ModelProto",)) -> Iterator[tuple[str, ...]]:
+    """The fields on every way from a message to a tensor, on which no kind of message comes more than twice."""
+    for field in kind.fields:
+        inner = field.message_type
+        if inner is None or before.count(inner.name) > 1:
+            continue
+        if inner.name == "TensorProto":
+            yield (field.name,)
+        else:
+            yield from ((field.name, *rest) for rest in ways_to_a_tensor(inner, (*before, inner.name)))
+
+
+def test_external_data_is_found_wherever_a_model_can_have_a_tensor(tmp_path: Path) -> None:
+    """By onnx's own description of its messages: functions, sparse tensors, lists of graphs within a node, and all others."""
+    ways, file = [*ways_to_a_tensor(onnx.ModelProto.DESCRIPTOR)], tmp_path / "model.onnx"
+    assert {way[0] for way in ways} == {"graph", "training_info", "functions"}
+    assert len(ways) > 100
+    for way in ways:
+        model = place = onnx.ModelProto()
+        for name in way:
+            inner = getattr(place, name)
+            place = inner.add() if hasattr(inner, "add") else inner
+        place.external_data.add(key="location", value="../secret")
+        file.write_bytes(model.SerializeToString())
+        with pytest.raises(BundleError, match=r"file beside it is wanted|training information"):
+            check_onnx(file)
+
+
+def test_messages_that_readers_would_read_in_two_ways(tmp_path: Path) -> None:
+    file, model = tmp_path / "model.onnx", onnx.ModelProto()
+    model.graph.name = "g"
+    whole = model.SerializeToString()
+    file.write_bytes(whole)
+    check_onnx(file)
+    model.graph.initializer.add().external_data.add(key="offset", value="8")
+    for data, words in (
+        (whole * 2, "holds 2 graphs; one is wanted"),
+        (whole + b"\x38\x01", "has a plain number in field 7 of a model"),
+        (model.SerializeToString(), r"external data with \['offset'\] and no location"),
+    ):
+        file.write_bytes(data)
+        with pytest.raises(BundleError, match=words):
+            check_onnx(file)
 
 
 @pytest.mark.parametrize(
