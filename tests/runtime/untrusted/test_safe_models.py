@@ -17,6 +17,7 @@ from edgespec_runtime.engines.onnx_runtime import open_session
 from edgespec_runtime.heads.feature_head import FeatureHead
 from edgespec_runtime.pair.bundle import open_pair
 from edgespec_runtime.untrusted.gguf_config import read_model
+from edgespec_runtime.untrusted.gguf_file import read_header
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError
@@ -296,6 +297,56 @@ def test_gguf_headers_that_cannot_be(gguf: Path, data: bytes, words: str) -> Non
     name = read_json(gguf / "manifest.json")["target"]["files"]["llama.cpp"]["q8_0"]
     change(gguf, name, data)
     refused(gguf, words, LLAMACPP)
+
+
+LLAMA: list[bytes | int | str] = ["general.architecture", KIND[8], "llama"]
+SIZES = (
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    *("rope.dimension_count", "rope.scaling.original_context_length"),
+)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_gguf_sizes_that_cannot_be(tmp_path: Path, name: str) -> None:
+    """llama.cpp divides by some and takes memory for others."""
+    file = tmp_path / "m.gguf"
+    file.write_bytes(header(*LLAMA, f"llama.{name}", KIND[4], struct.pack("<I", 1), pairs=2))
+    assert read_header(file).values[f"llama.{name}"] == 1
+    wrong = ((4, "<I", 0), (5, "<i", -1), (10, "<Q", 2**40), (6, "<f", 2.0), (7, "<?", True))
+    for kind, code, value in wrong:
+        file.write_bytes(header(*LLAMA, f"llama.{name}", KIND[kind], struct.pack(code, value), pairs=2))
+        with pytest.raises(BundleError, match=rf"has {name} {value}; 1 to \d+ is wanted"):
+            read_header(file)
+
+
+TOKENS: list[bytes | int | str] = ["tokenizer.ggml.tokens", KIND[9], KIND[8], 2, "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (
+            header(*TOKENS, "tokenizer.ggml.scores", KIND[9], KIND[6], 1, bytes(4), pairs=2),
+            "has 1 scores for 2 tokens; one for each is wanted",
+        ),
+        (
+            header(*TOKENS, "tokenizer.ggml.token_type", KIND[9], KIND[5], 3, bytes(12), pairs=2),
+            "has 3 token_type for 2 tokens; one for each is wanted",
+        ),
+        (
+            header("t", KIND[1], 4, KIND[0], 0, "t", KIND[1], 4, KIND[0], 0, tensors=2),
+            "has the tensor 't' twice; each once is wanted",
+        ),
+    ],
+)
+def test_gguf_lists_that_readers_would_read_beyond_or_in_two_ways(
+    tmp_path: Path, data: bytes, words: str
+) -> None:
+    """llama.cpp looks up the score of every token, however many there are."""
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(BundleError, match=words):
+        read_header(tmp_path / "m.gguf")
 
 
 def test_numbers_beyond_a_float32_end_no_reading(tmp_path: Path) -> None:
