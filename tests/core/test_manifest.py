@@ -303,6 +303,10 @@ def open_listed(folder: Path) -> Manifest:
         ({"files": {"prompts.jsonl": {"bytes": "3", "sha256": "0" * 64}}}, "'bytes' is '3'; int is wanted"),
         ({"files": {"prompts.jsonl": {"bytes": -3, "sha256": "0" * 64}}}, "which cannot be"),
         ({"files": {"prompts.jsonl": {"bytes": 3, "sha256": "zz"}}}, "which cannot be"),
+        ({"files": {"prompts.jsonl": {"bytes": 3, "sha256": "A" * 64}}}, "which cannot be"),
+        # a pull keeps what has arrived under this name
+        ({"files": {"prompts.jsonl": {"bytes": 3, "sha256": "0" * 64 + "/../../x"}}}, "which cannot be"),
+        ({"files": {"prompts.jsonl": {"bytes": 3, "sha256": "../" + "0" * 64}}}, "which cannot be"),
         ({"files": {"prompts.jsonl": None}}, "an object is wanted"),
         ({"target": "x"}, "'target' is 'x'"),
         ({"default": {"engine": 1}}, "'engine' is '1'; str is wanted"),
