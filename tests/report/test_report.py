@@ -100,6 +100,9 @@ def test_the_page_says_what_the_files_say(small_build: Path, measured: Path, tmp
         assert float(split[4]) == pytest.approx(1e3 * seconds, abs=0.011)
         parts = sum(float(cell.partition("|")[0] or 0) for cell in split[1:4])
         assert parts == pytest.approx(float(split[4]), abs=0.03)
+        for column, part in ((1, "draft_seconds"), (2, "verify_seconds")):
+            spent = 1e3 * sum(run[part] for run in runs) / sum(run["emitted"] for run in runs)
+            assert float(split[column].partition("|")[0] or 0) == pytest.approx(spent, abs=0.011)
 
     longest = [RawCounts(**run["counts"]) for run in bench["runs"] if run["draft_length"] == 3]
     tested = page.table("acceptance", "α by position").row("1")
