@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from edgespec.core.table import count, many, table
+from edgespec.core.table import count, duration, many, table
 
 HEADERS = ("device", "what it is", "bytes")
 ROWS = [("laptop-cpu-x86", "a laptop with a processor of eight cores", 12), ("pi", "small", 3)]
@@ -71,3 +71,8 @@ def test_one_is_singular() -> None:
 def test_counts_have_three_digits() -> None:
     seen = [count(number) for number in (652.94, 999, 999.6, 1234567, 999_400, 999_700, 999_700_000)]
     assert seen == ["653", "999", "1k", "1.23M", "999k", "1M", "1B"]
+
+
+def test_durations_have_two_units() -> None:
+    seen = [duration(seconds) for seconds in (0.04, 59.9, 60, 75.2, 3599.6, 7325)]
+    assert seen == ["0.0s", "59.9s", "1m 00s", "1m 15s", "1h 00m", "2h 02m"]
