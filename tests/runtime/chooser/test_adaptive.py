@@ -19,6 +19,7 @@ from edgespec_runtime.chooser.adaptive import (
     AdaptiveSchedule,
     Guard,
 )
+from edgespec_runtime.chooser.expected_acceptance import AcceptanceRates
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY, Fixed, Outcome, Schedule
 from simulated_machine import DEAR, FLAT, MEASURED, SAW, STEEP, TINY, Machine, Padded, costs_of, seconds_of
@@ -158,6 +159,18 @@ def copying(
     outcome = Outcome(length, kept, kept + 1, size, drafting, drafting + passing)
     schedule.observe(outcome._replace(origin=origin))
     return origin, length
+
+
+def test_a_reply_that_ends_within_a_draft_rejects_nothing() -> None:
+    """The second of three draft tokens ended it: the third was not tested."""
+    costs, wanted = costs_of(FLAT, 0.1), AcceptanceRates(0.5, 8)
+    schedule = AdaptiveSchedule(costs, 0.5, 8)
+    step(schedule, costs, nothing)  # plain, so nothing is learnt
+    assert schedule.draft_length(CONTEXT, ROOM) > 0
+    schedule.observe(Outcome(3, 2, 2, 4, 0.006, 0.03))
+    wanted.learn(2, 2)
+    assert schedule.model.estimate() == wanted.estimate()
+    assert schedule.model.estimate()[2] == schedule.model.estimate()[1] > 0.5
 
 
 @pytest.mark.parametrize(

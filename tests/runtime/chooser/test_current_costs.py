@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from edgespec_runtime.chooser.current_costs import CLIP, WEIGHT, CurrentCosts
 from edgespec_runtime.chooser.pass_costs import Costs
-from edgespec_runtime.decoding.schedule import Outcome
+from edgespec_runtime.decoding.schedule import LONG_COPY, Outcome
 
 TABLE = Costs((32,), ((1.0, 1.5, 2.2, 1.6, 2.0),), (0.1,))
 MEMORY = 50  # blocks
@@ -89,3 +89,13 @@ def test_a_rule_that_mixes_shows_a_drafter_step_in_plain_steps_too() -> None:
 def test_a_drafter_that_costs_nothing_is_no_division_by_zero() -> None:
     costs = of(Costs((32,), ((1.0, 1.5),), (0.0,)), mixes=True)
     assert costs.learn(outcome(1, 2, 0.01, 1.5)) == pytest.approx(1.51)
+
+
+def test_copies_cost_no_drafter_step_and_say_nothing_of_one() -> None:
+    """Under a rule that mixes too: what is copied is its own q."""
+    for mixes in (False, True):
+        costs = of(mixes=mixes)
+        for _ in range(50):
+            costs.learn(outcome(3, 4, 0.0, 1.6)._replace(origin=LONG_COPY))
+        assert costs.block(3, copies=True) == pytest.approx(1.6)
+        assert now(costs, 3) == pytest.approx((3 + mixes) * 0.1 + 1.6)

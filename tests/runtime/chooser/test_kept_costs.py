@@ -174,6 +174,22 @@ def test_costs_of_another_machine_or_version_are_not_found(
     assert notes == []
 
 
+def test_of_one_way_the_costs_that_took_longest_count_and_of_equals_the_latest(pair: Pair) -> None:
+    subject = subject_of(pair)
+    target, drafter = (ModelShape(**model.shape) for model in (pair.manifest.target, pair.manifest.drafter))
+    for threads, seconds, when in ((5, 9.0, 300), (6, 1.0, 400), (7, 9.0, 200)):
+        one = replace(subject, threads=threads)
+        store_costs(one, TABLE, seconds)
+        os.utime(one.file(), (when, when))
+    store_costs(replace(subject, precision="another"), TABLE, 0.1)
+    found = kept_for(target, drafter)
+    assert [(kept.subject.precision, kept.subject.threads) for kept in found] == [
+        ("another", subject.threads),
+        (subject.precision, 5),
+    ]
+    assert kept_for(replace(target, layers=target.layers + 1), drafter) == []
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -25,6 +25,8 @@ def test_costs_are_linear_between_contexts_and_constant_outside() -> None:
     assert costs.at(200).v(2) == pytest.approx(3.5 / 2.0)
     assert costs.at(200).c_t == pytest.approx(0.15)
     assert costs.at(100).verify(4) == pytest.approx(4.0)  # past the longest: as much for each token as below
+    for context, measured in ((1, 100), (199, 100), (201, 300), (999, 300)):
+        assert costs.nearest(context) == costs.at(measured)
 
 
 @pytest.mark.parametrize(
