@@ -1,9 +1,13 @@
-"""The figures of a reply, from known counts."""
+"""The figures of one reply, of two side by side and of all, from known counts."""
 
 from __future__ import annotations
 
 import pytest
+from chats import new_chat
+from edgespec_runtime.chat.commands import _verdict, handle
+from edgespec_runtime.chat.replies import Piece
 from edgespec_runtime.chat.view import WINDOW, Tally
+from edgespec_runtime.pair.bundle import Pair
 
 from edgespec.core.metrics import RawCounts
 
@@ -62,3 +66,44 @@ def test_the_present_speed_is_that_of_the_last_seconds() -> None:
     assert rates[0.0] == 0.0
     assert (rates[1.0], rates[4.0], rates[5.0]) == (20.0, 20.0, 12.5)
     assert rates[7.0] == pytest.approx(5.0)
+
+
+def test_the_figures_of_all_replies(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = new_chat(pair)
+    chat.replies = 2
+    chat.totals = RawCounts(
+        blocks=4,
+        drafted=9,
+        emitted=10,
+        tested=[4, 3, 2],
+        accepted=[3, 2, 1],
+        draft_seconds=1.0,
+        verify_seconds=1.5,
+        total_seconds=5.0,
+    )
+    handle(chat, "/stats")
+    assert capsys.readouterr().err.splitlines() == [
+        "replies 2, tokens 10, 2.0 tok/s",
+        "time    drafter 20%, target 30%, loop 50%",
+        "context 0 of 256 tokens",
+        "now     drafter hybrid, γ 3, rule lossless",
+        "τ 2.50, α 0.67 (in the block: 0.75, 0.67, 0.50); 6/9 drafted accepted",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seeded", "said"),
+    [
+        ((1, 2, 3), True, "the same 3 tokens"),
+        ((1, 9, 3), True, "the texts part at token 2"),
+        ((1, 2), True, "the texts part at token 3"),
+        ((1, 9, 3), False, "other words, as of any two draws; /set seed 1 draws the same ones"),
+    ],
+)
+def test_two_replies_to_one_prompt_are_compared(tokens: tuple[int, ...], seeded: bool, said: str) -> None:
+    plain, speculative = (
+        Tally(100, 50, counts=RawCounts(emitted=3, total_seconds=seconds), pieces=[Piece("", ids, False)])
+        for seconds, ids in ((0.3, (1, 2, 3)), (0.2, tokens))
+    )
+    ends = "one run each; edgespec bench measures with intervals"
+    assert _verdict(plain, speculative, seeded=seeded) == f"1.50x plain · {said} · {ends}"
