@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -164,6 +165,39 @@ def test_hidden_states_are_those_of_the_keys_that_hold(cached: CachedEngine) -> 
         cached.forward(TEXT[length - 4 : length])
         assert cached.features is not None
         assert cached.features[:length].tolist() == [[token, long] for token in TEXT[:length]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_was_done_before_the_next_rows_follow_the_law(
+    cached: CachedEngine, inner: TwoRopesEngine, seed: int
+) -> None:
+    """Passes, readings, other prompts and ways back in any order, with Ctrl-C in many of them."""
+    chance, stopped = random.Random(seed), 0
+    assert cached.features is not None
+    for _ in range(200):
+        kind, held = chance.choice(("back", "pass", "read", "prompt")), list(cached.tokens)
+        kept = len(held) if kind in ("pass", "read") else chance.randint(0, len(held))
+        most = {"back": 0, "pass": 8, "read": 20, "prompt": 30}[kind]
+        new = [chance.randrange(V) for _ in range(min(chance.randint(0, most), 50 - kept))]
+        text = [*held[:kept], *new]
+        inner.fails_at = inner.read + chance.randrange(4) if chance.random() < 0.3 else None
+        try:
+            if kind == "back":
+                cached.rewind(kept)
+            elif kind == "prompt":
+                cached.prefill(text)
+            elif new and kind == "read":
+                assert np.array_equal(cached.read(new), law(text))
+            elif new:
+                assert np.array_equal(cached.forward(new), laws(text, kept))
+                states = [[token, len(text) > BORDER] for token in text]
+                assert cached.features[: len(text)].tolist() == states
+        except KeyboardInterrupt:
+            stopped += 1
+            assert cached.tokens == text[: len(cached.tokens)]
+        else:
+            assert cached.tokens == text
+    assert stopped > 10
 
 
 def pair(drafter_border: int | None) -> tuple[CachedEngine, CachedEngine]:
