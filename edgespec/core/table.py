@@ -90,7 +90,7 @@ def count(number: float) -> str:
 
 def duration(seconds: float) -> str:
     """75.2 -> '1m 15s'."""
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -74,5 +74,5 @@ def test_counts_have_three_digits() -> None:
 
 
 def test_durations_have_two_units() -> None:
-    seen = [duration(seconds) for seconds in (0.04, 59.9, 60, 75.2, 3599.6, 7325)]
+    seen = [duration(seconds) for seconds in (0.04, 59.9, 59.96, 75.2, 3599.6, 7325)]
     assert seen == ["0.0s", "59.9s", "1m 00s", "1m 15s", "1h 00m", "2h 02m"]
