@@ -13,6 +13,7 @@ import torch
 from edgespec_recipes.target_names import resolve
 from edgespec_recipes.training import pretrain
 from safetensors.torch import load_file
+from small_llama import small_llama
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
@@ -47,6 +48,20 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> PretrainOptions:
     return PretrainOptions(
         text=str(file), steps=12, batch_size=4, context=32, learning_rate=1e-2, warmup_steps=2, save_steps=5
     )
+
+
+def test_loss_is_the_mean_over_the_next_tokens_of_all_rows() -> None:
+    """Value and gradient. No token is predicted from another row; parts of unequal size count by their tokens."""
+    model = small_llama(0)
+    rows = torch.randint(60, (5, 9), generator=torch.Generator().manual_seed(0))
+    parts: list[Any] = [{"input_ids": rows[:3]}, {"input_ids": rows[3:]}]
+    found = torch.stack(list(pretrain.next_token_losses(model, parts))).sum()
+    logits = model(rows).logits[:, :-1]
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    torch.testing.assert_close(found, wanted)
+    weights = list(model.parameters())
+    for one, other in zip(*(torch.autograd.grad(loss, weights) for loss in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def test_drafter_is_trained_and_saved(target: Path, options: PretrainOptions, tmp_path: Path) -> None:
