@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 from edgespec_export.onnx.head_graph import write_head_graph
+from edgespec_recipes.data.mixing import TARGET
+from edgespec_recipes.losses.losses import fkl
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
+from edgespec_recipes.stored.top_k import Store, records_of
+from edgespec_recipes.training.distill_head import HeadObjective, UnrolledHead, unrolled
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from edgespec_runtime.heads.feature_head import FeatureHead as HeadEngine
 from torch.nn import functional
@@ -18,6 +22,7 @@ from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import head_numbers, head_weights, in_bytes, keep_in_bytes
+from edgespec.recipe.schema import DistillOptions
 
 SHAPE = ModelShape(
     hidden=64,
@@ -89,6 +94,70 @@ def test_unrolled_steps_are_what_a_draft_computes(
             logits, own = engine.forward([int(ids[0, slot])], own[-1:].copy())
             assert np.abs(logits[0] - wanted[step][slot]).max() < bound * scale
     engine.close()
+
+
+def test_texts_of_one_row_do_not_see_each_other(
+    text: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Every own step of a packed row is that of its texts alone, behind the first slots, which have no such past."""
+    ids, embedding, features = text
+    model, border = UnrolledHead(made(), embedding), 5
+
+    def logits(part: slice, documents: torch.Tensor) -> torch.Tensor:
+        """[steps, slots, V]"""
+        with torch.no_grad():
+            found = model(ids[:, part].repeat(STEPS, 1), features[:, part], documents.repeat(STEPS, 1)).logits
+        return torch.as_tensor(found)
+
+    packed = logits(slice(None), (torch.arange(LENGTH) >= border).long()[None])
+    for part in (slice(0, border), slice(border, LENGTH)):
+        alone = logits(part, torch.zeros_like(ids[:, part]))
+        for step in range(STEPS):
+            torch.testing.assert_close(packed[step, part][step:], alone[step, step:], atol=1e-4, rtol=1e-4)
+
+
+class Stored(Store):
+    """A target's whole distributions: those of logits [n, V]."""
+
+    vocab_size = VOCABULARY
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def records(self, row: int) -> np.ndarray:
+        return records_of(self.logits, VOCABULARY)
+
+
+def test_every_own_step_is_held_against_the_targets_next_token(
+    text: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Loss and acceptance: step k's logits at a slot with the target's distribution at that slot."""
+    ids, embedding, features = text
+    head, slots = made(), torch.arange(STEPS, LENGTH - 1)
+    target = 2 * torch.randn(len(slots), VOCABULARY, generator=torch.Generator().manual_seed(2))
+    batch = {
+        "input_ids": ids,
+        "features": features,
+        "document_ids": torch.zeros_like(ids),
+        "compared": torch.isin(torch.arange(LENGTH), slots)[None],
+        **dict.fromkeys(("row_id", "slot"), torch.zeros(1, dtype=torch.long)),
+        "kind": torch.tensor([TARGET]),
+    }
+    options = DistillOptions(divergence="fkl")
+    objective = HeadObjective(STEPS, None, options, stops=[], seed=0, store=Stored(target))
+    model = UnrolledHead(head, embedding)
+    known, p = head.lm_head.ids, torch.softmax(target, -1)
+    steps = [torch.from_numpy(step)[slots] for step in unrolled_logits(head, text)]
+    overlaps = [torch.minimum(p[:, known], torch.softmax(step, -1)).sum(-1) for step in steps]
+    close = {"atol": 5e-3, "rtol": 0.0}  # what is stored has 11 bits
+
+    (loss,) = objective(model, [batch])
+    wanted = torch.stack([fkl(step, target[:, known]) for step in steps]).mean()
+    torch.testing.assert_close(loss.detach(), wanted, **close)
+    seen = objective.overlaps(model, unrolled(batch, STEPS))
+    torch.testing.assert_close(seen.double(), torch.cat(overlaps).double(), **close)
+    means = dict(zip(("alpha", "alpha_2", "alpha_3"), (float(one.mean()) for one in overlaps), strict=True))
+    assert objective.acceptance(model, [batch]) == pytest.approx(means, abs=5e-3)
 
 
 def test_a_rewound_head_reads_the_true_features_in_the_place_of_its_own(
