@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from edgespec_recipes.data.mixing import TARGET as OWN
+from edgespec_recipes.data.mixing import held_out
+from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating import torch_writer
 from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.generating.response_shards import Request, answered, read_responses
@@ -17,6 +20,7 @@ from edgespec_recipes.generating.state_reader import StateReader, read_again, re
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.written_states import JoinedRows, WrittenRows
+from edgespec_recipes.training import distill_head as teaching
 from edgespec_recipes.training.distill_head import _warn_of_harm, distill_head
 from stored_rows import read_states
 from tiny_models import TEMPLATE, make_model_folder
@@ -173,6 +177,45 @@ def test_a_file_of_other_weights_is_refused(folder: Path, tmp_path: Path) -> Non
         read(
             folder, tmp_path, source="file", file=str(folder / FILE)
         )  # nothing says that the folder is of it
+
+
+def test_a_head_reads_the_state_before_each_token(folder: Path, written: Path) -> None:
+    """Every text of every packed row against one pass over it: states, distributions, and what the first guess is fitted to."""
+    rows, model = WrittenRows(written, CONTEXT), load_model(folder / TARGET)
+    records, wanted = [], []
+    for number, (tokens, before, at) in enumerate(rows.steps_seen(PLENTY)):
+        row, passes, inside = rows[number], [], list[int]()
+        for slots in documents_of(row):
+            ids, prompt = row["input_ids"][slots].tolist(), int(row["compared"][slots].argmax()) + 1
+            hidden, kept = one_pass(model, ids[:prompt], ids[prompt:], TOP_K)
+            assert not row["features"][slots[0]].any()
+            near(row["features"][slots[1:]], hidden)
+            passes.append(hidden)
+            wanted.append(kept)
+            inside += ids[1:-1]
+        assert tokens.tolist() == inside
+        near(before, np.concatenate([states[:-1] for states in passes]))
+        near(at, np.concatenate([states[1:] for states in passes]))
+        records.append(rows.records(number))
+    assert len(records) == len(rows) < len(wanted)
+    parts = {part: np.concatenate([np.asarray(kept[part]) for kept in wanted]) for part in wanted[0]}
+    near_records(np.concatenate(records), parts)
+
+
+def test_watched_rows_are_not_learnt(folder: Path, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_by_steps = set[int]()
+
+    def looked_at(model: Any, dataset: Any, *given: Any, **named: Any) -> Any:
+        read_by_steps.update(int(row["row_id"]) for row in dataset if row["kind"] == OWN)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(teaching, "train", looked_at)
+    options = replace(LEARNING, watch_steps=8, watch_rows=2)
+    with pytest.raises(KeyboardInterrupt):
+        distill_head(written.with_name("head"), folder / TARGET, written, HEAD, options, 0)
+    learnt, watched = held_out(len(WrittenRows(written, CONTEXT)), 2)
+    assert len(watched) > 0
+    assert read_by_steps == set(learnt.tolist())
 
 
 def test_joined_rows_are_those_of_their_folders(folder: Path, written: Path, tmp_path: Path) -> None:
