@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.generating.response_shards import read_responses, write_shard
 from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.training import distill as distilling
 from edgespec_recipes.training import objective
 from edgespec_recipes.training.distill import DistillInputs, distill, responses_of, store_responses
 from tiny_models import make_model_folder
@@ -135,6 +137,22 @@ def test_it_learns(pair: dict[str, Path], tmp_path: Path, mix: str) -> None:
     stored = options.stored_top_k if options.target_side == "stored" else 0
     wanted = watched_alpha(pair, tmp_path / "model", stored)
     assert alphas[-1] == pytest.approx(wanted, abs=0.01)  # rounding of bf16
+
+
+def test_watched_rows_are_not_learnt(
+    pair: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six rows the middle one is watched; each of the others is read by some step."""
+    read_by_steps = set[int]()
+
+    def looked_at(model: Any, dataset: Any, *given: Any, **named: Any) -> Any:
+        read_by_steps.update(int(row["row_id"]) for row in dataset if row["kind"] == TARGET)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(distilling, "train", looked_at)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, pair, LONGER)
+    assert read_by_steps == {0, 1, 2, 4, 5}
 
 
 def test_what_was_stored_of_other_responses_is_refused(pair: dict[str, Path], tmp_path: Path) -> None:
