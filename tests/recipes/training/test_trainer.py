@@ -25,6 +25,7 @@ from edgespec_recipes.training import checkpoints, trainer
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.training_args import OptimizerNames
 
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import TrainingOptions
@@ -43,7 +44,7 @@ OPTIONS = TrainingOptions(
 SEED = 3
 
 
-def small_model(layers: int = 1) -> LlamaForCausalLM:
+def small_model(layers: int = 1, dropout: float = 0.1) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -55,7 +56,7 @@ def small_model(layers: int = 1) -> LlamaForCausalLM:
             num_key_value_heads=1,
             tie_word_embeddings=True,
             max_position_embeddings=32,
-            attention_dropout=0.1,  # so that the random state must be carried over, too
+            attention_dropout=dropout,  # so that the random state must be carried over, too
         )
     )
 
@@ -309,30 +310,47 @@ def test_diverging_loss_stops_and_leaves_what_shows_why(tmp_path: Path) -> None:
     assert load_file(tmp_path / "diverged" / "optimizer.safetensors")
 
 
-def test_micro_batches_take_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        trainer, "choose_precision", lambda device: Precision("float32", "rounding is not the point")
-    )
-    options = replace(OPTIONS, steps=3)
-    found = []
-    for micro in (None, 2):
-        model = small_model()
-        for layer in model.model.layers:
-            layer.self_attn.attention_dropout = 0.0
-        out = tmp_path / str(micro)
-        trainer.train(
-            model,
-            in_order(options),
-            next_token_losses,
-            out,
-            replace(options, micro_batch_size=micro),
-            seed=SEED,
-            label="train",
-        )
-        found.append(model.state_dict())
-    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-5) for name in found[0])
+@pytest.mark.parametrize("micro", [None, 2, 1])
+def test_a_step_is_the_rate_times_the_gradient_however_it_is_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro: int | None
+) -> None:
+    """Plain descent shows how long a gradient is. AdamW, but for its clipping, takes one step for all lengths."""
+    arguments = trainer._arguments
+
+    def plain_descent(*given: Any) -> Any:
+        found = arguments(*given)
+        found.optim, found.max_grad_norm = OptimizerNames.SGD, 0.0
+        return found
+
+    monkeypatch.setattr(trainer, "_arguments", plain_descent)
+    monkeypatch.setattr(trainer, "choose_precision", lambda _: Precision("float32", "rounding is no point"))
+    options = replace(OPTIONS, steps=1, learning_rate=1.0, weight_decay=0.0, micro_batch_size=micro)
+    model, wanted, rows = small_model(dropout=0.0), small_model(dropout=0.0), in_order(options)
+    trainer.train(model, rows, next_token_losses, tmp_path, options, seed=SEED, label="train")
+    next_token_loss(wanted, trainer.collate([rows[row] for row in range(4)])).backward()
+    for name, weight in wanted.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), weight - weight.grad)
+
+
+def test_weights_decay_with_the_rate_and_norms_do_not(tmp_path: Path) -> None:
+    """Where there is no gradient nothing else moves them."""
+    options = replace(OPTIONS, steps=3, weight_decay=0.5)
+    model, before = small_model(), small_model().state_dict()
+
+    def flat(model: LlamaForCausalLM, batches: Sequence[dict[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+        return (0.0 * loss for loss in next_token_losses(model, batches))
+
+    trainer.train(model, in_order(options), flat, tmp_path, options, seed=SEED, label="train")
+    rates = [1e-2 * trainer.warmup_decay(step, 3, OPTIONS.warmup_steps, 1e-2) for step in range(3)]
+    left = math.prod(1 - 0.5 * rate for rate in rates)
+    for name, weight in model.named_parameters():
+        wanted = before[name] * (1.0 if "norm" in name else left)
+        torch.testing.assert_close(weight.detach(), wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_micro_batches_divide_a_step(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="micro_batch_size is 3; it must divide"):
-        run(tmp_path / "odd", micro_batch_size=3)
+        run(tmp_path, micro_batch_size=3)
 
 
 def test_a_process_takes_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
