@@ -34,11 +34,10 @@ def test_what_is_no_number_is_kept() -> None:
 
 
 def test_report_names_the_tokens_kept_above_their_share() -> None:
+    """Of 16 positions of the token 3 five are kept, more than of any other and fewer than the share of all."""
     tokens = SelectedTokens(6)
-    seen = torch.tensor([1, 1, 1, 2, 2, 2, 3, 3, 3, 3])
-    kept = torch.tensor([True, True, True, False, True, False, False, False, False, False])
-    tokens.add(seen, kept)
-    report = tokens.report(count=2)
-    assert report["kept"] == 0.4
-    assert report["selected"][0] == [1, 3, 3]
+    for token, seen, kept in ((1, 3, 3), (2, 5, 3), (3, 16, 5), (4, 4, 0)):
+        tokens.add(torch.full((seen,), token), torch.arange(seen) < kept)
+    report = tokens.report(count=3)
+    assert report == {"kept": round(11 / 28, 4), "selected": [[1, 3, 3], [2, 3, 5]]}
     assert tokens.report() == {}  # begins again

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,12 @@ import pytest
 import torch
 from edgespec_recipes.data.mixing import STUDENT, TARGET, TEXT, prompt_rows, response_rows
 from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.losses import whole_batch
 from edgespec_recipes.losses.label_loss import label_rows, labels_of
 from edgespec_recipes.losses.losses import divergence, fkl, tvd
 from edgespec_recipes.losses.target_rows import join_rows
 from edgespec_recipes.models.vocabulary import restrict
-from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.objective import Objective, with_selection
 from edgespec_recipes.training.trainer import collate
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from small_llama import small_llama
@@ -127,6 +130,35 @@ def test_labels_outside_a_subset_do_not_count() -> None:
     rows, known = label_rows(labels, columns)
     assert known.tolist() == [True, False, True, False]
     assert rows(slice(0, 3))[known[:3]].tolist() == [0, 1]
+
+
+def test_a_drafter_does_not_learn_labels_that_it_does_not_know() -> None:
+    draft, batch, known = small_llama(1), responses(), np.arange(0, 60, 3)
+    restrict(draft, Vocabulary(60, known), np.ones(60, np.int64))
+    labels = labels_of(batch)
+    heard = torch.isin(labels, torch.from_numpy(known))
+    assert 0 < int(heard.sum()) < len(labels)
+    found = loss_of(objective(DistillOptions(labels="hard", divergence="fkl")), draft, batch)
+    log_q = logits_of(draft, batch).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    assert found.item() == pytest.approx(-log_q[heard].mean().item(), abs=1e-5)
+
+
+def test_a_selections_rate_is_k_times_the_recipes() -> None:
+    options, reference = DistillOptions(select_fraction=0.4, learning_rate=1e-3), Path("reference")
+    assert with_selection(options, reference).learning_rate == pytest.approx(4e-4)
+    for same in (replace(options, scale_learning_rate=False), replace(options, select_fraction=1.0)):
+        assert with_selection(same, reference) == same
+
+
+def test_random_numbers_belong_to_a_seed_a_purpose_and_a_slot() -> None:
+    """None of them comes twice, and none depends on the rows beside its own."""
+    slots, purposes = torch.tensor([0, 1, 7]), (whole_batch.WRITING, whole_batch.LOSS)
+    made = [whole_batch.noise(seed, slots, 5, purpose) for seed in (0, 1) for purpose in purposes]
+    every = torch.cat(made).flatten()
+    assert len(every.unique()) == len(every) == 2 * 2 * 3 * 5
+    assert every.min() >= 0
+    assert every.max() < 1
+    assert torch.equal(whole_batch.noise(1, slots[1:2], 5, whole_batch.LOSS), made[3][1:2])
 
 
 def test_rows_of_two_sources_keep_their_order() -> None:
