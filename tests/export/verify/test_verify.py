@@ -237,10 +237,34 @@ def test_nothing_to_verify_with(families: dict[str, Path]) -> None:
         Reference(families["llama"], [[]])
 
 
-def test_not_a_number_breaks_a_bound() -> None:
-    check = FileCheck("target", "onnxruntime", "fp32", "onnxruntime", engine_relative=float("nan"))
+MEASURED = {  # by what a bound is of: the measure that is held against it, and its name in a message
+    "weights": ("weights_relative", "weights difference"),
+    "engine": ("engine_relative", "engine difference"),
+    "block": ("block_relative", "block difference"),
+    "leak": ("block_leak", "leak difference"),
+    "kl": ("kl", "KL divergence"),
+}
+
+
+@pytest.mark.parametrize("precision", file_check.BOUNDS)
+def test_every_bound_holds_what_is_at_it_and_nothing_above(precision: str) -> None:
+    """Nor what is no number."""
+    bounds = file_check.BOUNDS[precision]
+    for name, (measure, words) in MEASURED.items():
+        bound = bounds.block if name == "leak" else getattr(bounds, name)
+        for value in (0.5, 1.01, float("nan")) if bound is None else (bound, 1.01 * bound, float("nan")):
+            check = FileCheck("target", "onnxruntime", precision, "onnxruntime", **{measure: value})
+            judge(check)
+            broken = bound is not None and not value <= bound
+            assert [reason.startswith(words) for reason in check.broken] == [True] * broken
+
+
+@pytest.mark.parametrize(("difference", "broken"), [(0.1, 0), (0.11, 1), (float("nan"), 1)])
+def test_the_fast_mode_has_a_bound_of_its_own(difference: float, broken: int) -> None:
+    check = FileCheck("target", "onnxruntime", "int4", "onnxruntime")
+    check.fast = file_check.FastCheck(engine_relative=difference)
     judge(check)
-    assert check.broken == ["engine difference nan above 0.0001"]
+    assert len(check.broken) == broken
 
 
 def test_export_resumes(pair: Path, families: dict[str, Path], tmp_path: Path) -> None:
