@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
+from edgespec.planning.costs import exported_bytes
 from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.schema import ExportOptions
 
@@ -91,7 +92,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("precision", WRITTEN)
 @pytest.mark.llamacpp
 def test_precisions(wide: Path, tmp_path: Path, precision: str) -> None:
-    """Weights are as far from the model's as the type rounds, and llama.cpp runs the file."""
+    """Weights are as far from the model's as the type rounds, as many bytes as a plan counts, and llama.cpp runs the file."""
     file, (rounding, file_type, matrices) = tmp_path / "model.gguf", WRITTEN[precision]
     result = export_gguf(wide, file, precision)
     assert result["notes"] == []
@@ -101,8 +102,12 @@ def test_precisions(wide: Path, tmp_path: Path, precision: str) -> None:
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     assert set(kinds.values()) == matrices
     assert precision != "q4_0" or kinds["output.weight"] == "Q8_0" != kinds["token_embd.weight"]
+    shape = ModelShape.from_config(read_json(wide / "config.json"))
+    written = sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    mixture = "_k_" in precision  # whose mean is that of a model of many layers
+    assert written == pytest.approx(exported_bytes(shape, precision), rel=0.06 if mixture else 0.01)
     stored = load_file(wide / "model.safetensors")
-    for name, weights in gguf_weights(file, ModelShape.from_config(read_json(wide / "config.json"))):
+    for name, weights in gguf_weights(file, shape):
         wanted = stored[name].numpy()
         error = np.sqrt(np.square(weights - wanted).mean() / np.square(wanted).mean())
         assert error <= rounding, name

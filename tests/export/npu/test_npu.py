@@ -20,8 +20,10 @@ from tiny_models import make_model_folder, torch_logits
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.metrics import RawCounts
-from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO
+from edgespec.planning.costs import file_bytes
+from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO, STATIC
 from edgespec.recipe.schema import ExportOptions
+from edgespec.recipe.targets import shape_of_target
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 LENGTHS = ExportOptions(npu_length=128, npu_prefill=32, npu_gamma=3)
@@ -89,7 +91,7 @@ def test_a_graph_has_plain_operators_and_no_free_dimension(static: dict[str, Pat
             assert shapes["new.1.value"][2] == tokens
 
 
-def test_the_graphs_share_one_data_file(static: dict[str, Path]) -> None:
+def test_the_graphs_share_one_data_file(families: dict[str, Path], static: dict[str, Path]) -> None:
     names = {file.name for file in static["llama"].iterdir()}
     assert names == {
         "prefill.onnx", "verify.onnx", "step.onnx", "weights.data", "static.json", "tokenizer.json", "tokenizer_config.json",
@@ -107,6 +109,10 @@ def test_the_graphs_share_one_data_file(static: dict[str, Path]) -> None:
         places.append({name: entry["offset"] for name, entry in entries.items()})
     assert places[0] == places[1] == places[2]
     assert len(places[0]) == 2 * 9 + 3 + 2  # of two layers; embedding, last norm, head; RoPE's tables
+    # what a plan counts has neither these tables nor the room between tensors
+    held = sum(int(entry["length"]) for name, entry in entries.items() if not name.startswith("rope."))
+    counted = file_bytes(shape_of_target(str(families["llama"])), STATIC, "fp32")
+    assert counted == pytest.approx(held, rel=1e-3)
 
 
 def test_rollback_leaves_nothing_behind(static: dict[str, Path]) -> None:
