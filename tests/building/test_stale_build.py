@@ -84,6 +84,14 @@ def test_held_out_prompts_changed_in_place(place: Place) -> None:
     assert all("held.jsonl changed" in why for why in place.why().values())
 
 
+def test_text_changed_in_place(place: Place) -> None:
+    """What the target wrote stays."""
+    edit(place.data / "text.jsonl", lambda text: text.replace("words", "lines"))
+    assert place.build() == ["data", "pretrain", "distill", "evaluate", "export", "verify", "pack"]
+    assert place.why()["pretrain"].startswith("text.jsonl changed")
+    assert place.why()["distill"] == "pretrain ran again"
+
+
 def test_the_targets_weights_changed(place: Place) -> None:
     """As many bytes as before, and one number of them another: only the content tells."""
     file = place.data / "target" / "model.safetensors"

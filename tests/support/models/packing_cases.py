@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # full attention
     "gemma": {},
     "cohere": {},
-    "granite": {},
+    "granite": {"logits_scaling": 4.0},
     "glm4": {},
     "olmo2": {},
     "nemotron": {},
