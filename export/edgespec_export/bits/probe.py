@@ -63,6 +63,8 @@ class Quality:
 class Probe:
     """A model folder's float model with texts. Raises InputError where it does not fit in memory or is not finite."""
 
+    _inside: torch.Tensor  # bool [B, T]: where the rows of the pass at hand have text, and no padding
+
     def __init__(self, folder: Path, texts: Texts) -> None:
         shape = ModelShape.from_config(read_config(folder))
         needed, free = int(COPIES * FLOAT * shape.parameters), free_memory()
@@ -126,7 +128,7 @@ class Probe:
         sums: dict[str, Any] = {}
 
         def add(name: str, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-            rows = inputs[0].reshape(-1, inputs[0].shape[-1]).double()
+            rows = inputs[0][self._inside].double()
             sums[name] = sums.get(name, 0) + rows.square().sum(0)
 
         owners = {id(value): name for name, value in self.model.named_parameters()}
@@ -188,6 +190,7 @@ class Probe:
         for at in range(0, len(texts), ROWS):
             batch = texts[at : at + ROWS]
             width = max(len(text.tokens) for text in batch)
+            self._inside = torch.arange(width) < torch.tensor([[len(text.tokens)] for text in batch])
             ids = torch.tensor([text.tokens + [0] * (width - len(text.tokens)) for text in batch])
             with torch.inference_mode():  # a causal model does not see the padding behind a text
                 logits = self.model(ids, use_cache=False).logits

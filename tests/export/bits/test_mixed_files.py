@@ -15,7 +15,7 @@ from edgespec_export.bits.choose import Budget
 from edgespec_export.bits.files import CHOICE, Mixed
 from edgespec_export.bits.probe import Probe
 from edgespec_export.bits.roundings import onnx_rounding
-from edgespec_export.bits.texts import Text
+from edgespec_export.bits.texts import Text, Texts
 from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.gguf.kernels import packed
 from edgespec_export.onnx.blocks import INT8, OFFSET4, parts, rounded, split_kind
@@ -164,6 +164,18 @@ def test_an_error_in_a_row_of_the_table_counts_by_its_tokens_probability(model: 
         changed[token] += 1.0
         errors.append(probe.errors(name, changed).sum())
     assert errors[1] / errors[0] == pytest.approx(probe.likely[order[-1]] / probe.likely[order[0]], rel=1e-4)
+
+
+def test_what_stands_behind_a_text_has_no_say(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of unlike lengths give the importance that they give one by one."""
+    some = [Text(text.tokens[: 12 + 7 * (number % 4)], 8) for number, text in enumerate(TEXTS)]
+    texts = Texts(some, some[:2], some[:2])
+    together = Probe(model, texts).importance
+    monkeypatch.setattr(probe_file, "ROWS", 1)
+    alone = Probe(model, texts).importance
+    assert together.keys() == alone.keys()
+    for name, importance in together.items():
+        np.testing.assert_allclose(importance, alone[name], rtol=1e-4, err_msg=name)
 
 
 def test_the_parts_of_a_split_table_have_its_errors(model: Path) -> None:
