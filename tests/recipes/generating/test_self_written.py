@@ -36,12 +36,22 @@ from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 from torchrun import one_thread, two_processes
 from transformers import PreTrainedTokenizerFast
 
+from edgespec.building.pipeline import Build
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl, write_jsonl
 from edgespec.core.progress import Bar
 from edgespec.planning.estimate import estimate
-from edgespec.recipe.schema import GenerateOptions, InferenceOptions, PretrainOptions, Recipe
+from edgespec.recipe.schema import (
+    SELF,
+    SELF_INSTRUCTIONS,
+    SELF_PROMPTS,
+    EvaluateOptions,
+    GenerateOptions,
+    InferenceOptions,
+    PretrainOptions,
+    Recipe,
+)
 from edgespec.recipe.study_options import read_study
 from edgespec.recipe.targets import shape_of_target
 
@@ -319,6 +329,24 @@ def test_a_whole_build_without_data(
     told = capsys.readouterr().out
     assert "! pretrain: text.jsonl changed" in told
     assert "self-text: the target writes 200 tokens of running text (done before)" in told
+
+
+def test_held_out_prompts_are_not_what_it_trains_on(
+    target: Path, tmp_path: Path, typists: list[Typist]
+) -> None:
+    """Both are the target's own, of one seed of the recipe: each draws from a seed of its purpose."""
+    generate = GenerateOptions(instructions=(SELF,), prompts=50, shard_size=60)
+    build = Build(
+        Recipe(target=str(target), generate=generate, evaluate=EvaluateOptions(prompts_file=SELF)), tmp_path
+    )
+    build._write_own_prompts(target)
+    filled = build._write_own_data(target)
+    folders = [tmp_path / SELF_PROMPTS, tmp_path / SELF_INSTRUCTIONS]
+    assert filled.evaluate.prompts_file == str(folders[0] / INSTRUCTIONS)
+    assert filled.generate.instructions == (str(folders[1] / INSTRUCTIONS),)
+    held_out, learnt = map(asked, folders)
+    assert (len(held_out), len(learnt)) == (build.recipe.export.bundle_prompts, 50)
+    assert not set(held_out) & set(learnt)
 
 
 def test_plans_count_it_and_studies_refuse_it(target: Path) -> None:
