@@ -78,6 +78,28 @@ def test_whole_layers_fill_the_budget_in_order(target: Path) -> None:
     assert list(halves.values()).count("disk") < list(singles.values()).count("disk")
 
 
+def test_devices_are_filled_to_the_byte_one_after_the_other(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main one first, with what is not spread; one too small for a layer is passed over."""
+    model = load_model(target)
+    whole, layer = (
+        sum(4 * values.numel() for values in part.parameters()) for part in (model, model.model.layers[0])
+    )
+    rest = whole - 5 * layer
+    places = device_map(target, torch.float32, {1: rest + 2 * layer, "cpu": layer - 1, 0: 2 * layer})
+    assert [places[f"model.layers.{number}"] for number in range(5)] == [1, 1, 0, 0, "disk"]
+    assert {places[name] for name in ("model.embed_tokens", "model.norm", "lm_head")} == {1}
+    with pytest.raises(InputError, match="the embedding and the output layer alone take"):
+        device_map(target, torch.float32, {1: rest - 1})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = budgets(("cpu=1GiB", "1=2GiB", "0=3GiB"), torch.device("cuda", 1))
+    assert list(found.items()) == [(1, 2 * 2**30), ("cpu", 2**30), (0, 3 * 2**30)]
+    assert budgets(("0=3GiB", "cpu=1GiB"), CPU) == {"cpu": 2**30}  # which computes alone
+    with pytest.raises(InputError, match="has no budget for 0, where the target computes"):
+        budgets(("cpu=1GiB", "1=2GiB"), torch.device("cuda"))
+
+
 @pytest.mark.parametrize("path", ["generate", "store"])
 def test_data_generation_from_the_disk_is_that_of_the_whole_target(
     target: Path, tmp_path: Path, path: str
