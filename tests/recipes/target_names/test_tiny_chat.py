@@ -115,7 +115,7 @@ def test_joined_rows_are_chats_of_many_turns(built: Path) -> None:
 
 
 def test_loss_is_that_of_the_conversation_alone(built: Path) -> None:
-    """Packed beside others or on its own: a conversation's loss is the same."""
+    """Packed beside others: a conversation's loss is that of its response's tokens in a pass of its own, written out."""
     model = loading.load_model(built)
     conversations = [([5, 6, 7], [8, 9, 2]), ([10, 11], [12, 13, 14, 2]), ([20] * 4, [21, 2])]
 
@@ -125,7 +125,13 @@ def test_loss_is_that_of_the_conversation_alone(built: Path) -> None:
         with torch.inference_mode():
             return sum(float(share) for share in tiny_chat.chat_losses(model, batches))
 
-    alone = [loss([member]) for member in conversations]
+    def by_hand(prompt: list[int], response: list[int]) -> float:
+        with torch.inference_mode():
+            log_p = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+        learnt = log_p[len(prompt) - 1 : -1]  # each row predicts the token behind it
+        return -float(learnt.gather(1, torch.tensor(response)[:, None]).mean())
+
+    alone = [by_hand(*member) for member in conversations]
     sizes = [len(response) for _, response in conversations]
     assert loss(conversations) == pytest.approx(np.average(alone, weights=sizes), rel=1e-5)
     assert loss(*([member] for member in conversations)) == pytest.approx(loss(conversations), rel=1e-5)
