@@ -276,10 +276,26 @@ def test_static_graphs_have_weights_of_their_own() -> None:
     ]
 
 
-def test_own_prompts_are_enough_for_every_stage_that_reads_them() -> None:
-    recipe = resolve({"target": "x", "evaluate": {"prompts_file": "self", "prompts": 48}}, {})
-    texts = {writing.stage: writing.texts for writing in writings(recipe)}
-    assert texts["self-prompts"] == recipe.export.bundle_prompts == 64
+@pytest.mark.parametrize(
+    "reader",
+    [
+        "evaluate.prompts",
+        "export.bundle_prompts",
+        "export.verify_prompts",
+        "export.answer_replies",
+        "export.acceptance_prompts",
+    ],
+)
+def test_own_prompts_are_enough_for_every_stage_that_reads_them(reader: str) -> None:
+    """Whichever of them reads most; and of two sources of instructions the first gives the odd one."""
+    part, name = reader.split(".")
+    given: dict[str, dict[str, Any]] = {
+        "evaluate": {"prompts_file": "self"},
+        "generate": {"instructions": ["self", "x.jsonl"], "prompts": 9},
+    }
+    given.setdefault(part, {})[name] = 99
+    texts = {writing.stage: writing.texts for writing in writings(resolve({"target": "x", **given}, {}))}
+    assert (texts["self-prompts"], texts["self-instructions"], texts["generate"]) == (99, 5, 9)
 
 
 def test_what_costs_more() -> None:
