@@ -186,6 +186,19 @@ def test_ranges_hold_what_was_read_and_no_masked_score(calibration: dict[str, Ca
     assert all(math.isfinite(bound) for pair in seen.ranges.values() for bound in pair)
 
 
+def test_ranges_hold_those_of_every_text(
+    floats: dict[str, Path], calibration: dict[str, Calibration]
+) -> None:
+    """Of the first one that was read and of the last, each as it is alone."""
+    whole = calibration["qwen2"].ranges
+    for row in (ROWS[0], ROWS[-1]):
+        alone = calibrate(floats["qwen2"], [row]).ranges
+        assert alone.keys() == whole.keys()
+        for name, (low, high) in alone.items():
+            assert whole[name][0] <= low + 1e-4, name
+            assert high - 1e-4 <= whole[name][1], name
+
+
 def test_no_graphs_but_the_watched_ones_are_in_memory(
     floats: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
