@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ HUB = "hub:"
 HUB_FORM = "hub:NAME[:SPLIT[:FIELD]]"
 ROW_FILES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 TEXT_FILES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+_DRIVE = re.compile(r"[A-Za-z]:(?=[\\/])")  # of a folder on Windows: its colon begins no split
 _HUB_SECONDS = 10.0  # a hub that does not answer stops no build
 
 
@@ -35,12 +37,16 @@ def parse_hub(source: str) -> HubSource:
     """hub:NAME[:SPLIT[:FIELD]] with split `train` and field `text` by default; NAME is a folder, OWNER/NAME or
     OWNER/NAME/CONFIGURATION. Raises InputError.
     """
-    name, *rest = source.removeprefix(HUB).split(":")
+    given = source.removeprefix(HUB)
+    drive = found[0] if (found := _DRIVE.match(given)) else ""
+    name, *rest = given.removeprefix(drive).split(":")
+    name = drive + name
     if not name or len(rest) > 2 or not all(rest):
         raise InputError(f"the source {source!r} is not of the form {HUB_FORM}")
     split, field = [*rest, *("train", "text")[len(rest) :]]
     configuration = None
-    if not Path(name).expanduser().is_dir() and name.count("/") == 2 and not name.startswith((".", "/", "~")):
+    is_path = drive or name.startswith((".", "/", "~")) or Path(name).expanduser().is_dir()
+    if not is_path and name.count("/") == 2:
         name, _, configuration = name.rpartition("/")
     return HubSource(name, configuration, split, field)
 

@@ -234,6 +234,13 @@ def test_names_of_hub_datasets(dataset: Path) -> None:
     assert parse_hub("hub:owner/name").folder is None
 
 
+def test_a_folder_on_a_drive_of_windows_in_the_form_of_a_hub_dataset() -> None:
+    assert parse_hub(r"hub:C:\data\chats") == HubSource(r"C:\data\chats", None, "train", "text")
+    assert parse_hub("hub:d:/my/chats:test:question") == HubSource("d:/my/chats", None, "test", "question")
+    with pytest.raises(InputError, match="is not of the form"):
+        parse_hub(r"hub:C:\data:test:question:more")
+
+
 @pytest.mark.parametrize(("package", "source"), [("pyarrow", "a.parquet"), ("datasets", "hub:owner/name")])
 def test_a_package_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, source: str
