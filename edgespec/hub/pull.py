@@ -224,6 +224,7 @@ def _download(repo: str, commit: str, name: str, wanted: int, part: Path, bar: A
                     status = getattr(getattr(error, "response", None), "status_code", 0)  # 416: no such byte
                     if "Consistency check" not in str(error) and status != 416:
                         raise
+                    stream.close()  # Windows deletes no open file
                     part.unlink()
                     raise BundleError(
                         f"{name!r} of {repo} has another size than the {wanted} bytes its manifest gives; the repository is "

@@ -1,0 +1,40 @@
+"""One file of a pull, without a hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from edgespec.core.errors import BundleError
+from edgespec.hub import pull
+
+
+def test_a_part_of_another_size_is_closed_before_it_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows deletes no file that is open."""
+    part, opened = tmp_path / "part", list[pull._Bounded]()
+    was_open, unlink = list[bool](), Path.unlink
+
+    class Stream(pull._Bounded):
+        def __init__(self, *about: Any) -> None:
+            super().__init__(*about)
+            opened.append(self)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError("Consistency check failed: file should be of size 5 but has size 9")
+
+    def noted(path: Path, missing_ok: bool = False) -> None:
+        was_open.extend(not stream.closed for stream in opened)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", refused)
+    monkeypatch.setattr(pull, "_Bounded", Stream)
+    monkeypatch.setattr(Path, "unlink", noted)
+    with pytest.raises(BundleError, match="has another size than the 5 bytes"):
+        pull._download("me/pair", "0" * 40, "target.gguf", 5, part, Mock())
+    assert was_open == [False]
+    assert not part.exists()
