@@ -317,10 +317,23 @@ def command_line(verb: str, kind: type[Any], values: Mapping[str, Any]) -> str:
     return shell_line("edgespec", verb, *words, *flags)
 
 
+_APART = frozenset("&|<>^;(){}'")  # what one of the shells of Windows does not take for a letter
+
+
 def shell_line(*words: object) -> str:
     """A command to copy, in the quotes that this system's shell takes: cmd.exe knows no single ones."""
-    if sys.platform == "win32":
-        import subprocess  # only now: --help does not wait for it
+    return windows_line(*words) if sys.platform == "win32" else shlex.join(map(str, words))
 
-        return subprocess.list2cmdline(map(str, words))
-    return shlex.join(map(str, words))
+
+def windows_line(*words: object) -> str:
+    """A command for cmd.exe and PowerShell. Python's own quotes are for blanks alone, and C:\\R&D would be two commands."""
+    from subprocess import list2cmdline  # only now: --help does not wait for it
+
+    found = []
+    for word in map(str, words):
+        quoted = list2cmdline([word])
+        if _APART & set(word) and not quoted.startswith('"'):
+            ends = len(word) - len(word.rstrip("\\"))  # those before a quote stand twice
+            quoted = '"' + quoted + "\\" * ends + '"'
+        found.append(quoted)
+    return " ".join(found)

@@ -12,7 +12,16 @@ import pytest
 
 from edgespec.cli import parser_of
 from edgespec.core.errors import InputError
-from edgespec.core.options import add_flags, as_flags, command_line, from_mapping, given, knob, to_mapping
+from edgespec.core.options import (
+    add_flags,
+    as_flags,
+    command_line,
+    from_mapping,
+    given,
+    knob,
+    to_mapping,
+    windows_line,
+)
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, shipped_recipes
@@ -180,3 +189,19 @@ def test_recipe_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "code.yaml").write_text("target: !!python/object/apply:os.getcwd []")
     with pytest.raises(InputError, match="not valid YAML"):
         load_recipe(tmp_path / "code.yaml")
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        (r"C:\R&D\pair", r'"C:\R&D\pair"'),
+        ("C:\\R&D\\", r'"C:\R&D\\"'),  # one backslash before the quote would keep it from closing
+        (r"C:\O'Brien\pair", '"C:\\O\'Brien\\pair"'),
+        (r"C:\R&D\my pair", r'"C:\R&D\my pair"'),
+        (r"build\pair", r"build\pair"),
+        ("1,2", "1,2"),
+    ],
+)
+def test_a_command_for_the_shells_of_windows(word: str, line: str) -> None:
+    """An & that stands alone begins another command there, and ' begins a text in PowerShell."""
+    assert windows_line("edgespec", "chat", word) == f"edgespec chat {line}"
