@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path, PurePosixPath
 
+from edgespec.core.errors import InputError
+
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 MEMORY = (  # a group's limit, and what it has taken: version 2, then version 1
@@ -77,10 +79,16 @@ def _number(file: Path, name: str = "", place: int = 0) -> int | None:
 
 
 def folder_at(place: Path) -> Path:
-    """The folder that is there and in which `place` is or will be; a folder's own."""
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
-    return place
+    """The folder that is there and in which `place` is or will be; a folder's own.
+
+    Raises InputError where there is none, as on a drive of Windows that is not there.
+    """
+    folder = place
+    while not folder.is_dir():
+        if folder == folder.parent:
+            raise InputError(f"{place} lies on {folder}, which is not there; choose another place")
+        folder = folder.parent
+    return folder
 
 
 def bytes_in(folder: Path) -> int:

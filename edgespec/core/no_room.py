@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,12 @@ _FORBIDDEN = {
     errno.ENAMETOOLONG: "the name is too long",
 }
 _DENIED = {errno.EACCES: "permission denied", errno.EPERM: "operation not permitted"}
+# Windows' own numbers: Python makes EACCES, EINVAL or ENOENT of them. It lets nobody replace what a program has mapped.
+_IN_USE = "a program has it open, so close that one"
+_WINDOWS = {32: _IN_USE, 123: "Windows takes no such name", 206: "the name is too long", 1224: _IN_USE}
+_WINDOWS_ABSENT = 3  # a folder on the way, or the drive
+_WINDOWS_DENIED = 5  # also of what a program has mapped
+_WINDOWS_FULL = (39, 112)  # Rust prints these
 _CUT_SHORT = re.compile(  # NumPy's words, torch's, llama.cpp's
     r"^\d+ requested and \d+ written|inline_container.*unexpected pos|PytorchStreamWriter failed writing|iostream error"
 )
@@ -36,7 +43,8 @@ _CUT_SHORT = re.compile(  # NumPy's words, torch's, llama.cpp's
 def write_error(path: Path | str, error: BaseException, *, within: bool = False) -> InputError | None:
     """The message for an error met while writing, or None where it is not about the place written to.
 
-    It names `path`; `within`: the file that the error names, where it names one.
+    It names `path`; `within`: the file that the error names, where it names one. Raises InputError for a drive that is not
+    there.
     """
     if isinstance(error, EdgespecError) or not isinstance(error, Exception):
         return None
@@ -47,10 +55,16 @@ def write_error(path: Path | str, error: BaseException, *, within: bool = False)
         reason, wanted = found
         return NoRoom(_message(path, reason, wanted))
     number = (error.errno or 0) if isinstance(error, OSError) else 0
+    windows = getattr(error, "winerror", None)
+    if windows in _WINDOWS:
+        return OneProcessError(_message(path, _WINDOWS[windows], 0))
     if number in _DENIED:  # libraries read, too, where something is written
+        denied = _DENIED[number] + f", or {_IN_USE}" * (windows == _WINDOWS_DENIED)
         return OneProcessError(
-            f"cannot use {path}: {_DENIED[number]}; allow it or choose another place, then run the same command again"
+            f"cannot use {path}: {denied}; allow it or choose another place, then run the same command again"
         )
+    if windows == _WINDOWS_ABSENT:
+        folder_at(Path(os.fsdecode(path)))  # says it where the drive is not there
     return OneProcessError(_message(path, _FORBIDDEN[number], 0)) if number in _FORBIDDEN else None
 
 
@@ -74,11 +88,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
 
 
-def _full(error: BaseException) -> tuple[str, int] | None:
+def _full(error: BaseException, *, windows: bool = sys.platform == "win32") -> tuple[str, int] | None:
     """(what is full, bytes that were to be written or 0) where an error says so, by its number or in words."""
     words = str(error)
     numbers = [error.errno] if isinstance(error, OSError) else []
-    numbers += map(int, re.findall(r"\(os error (\d+)\)", words))  # Rust: safetensors, tokenizers
+    for number in map(int, re.findall(r"\(os error (\d+)\)", words)):  # Rust: safetensors, tokenizers
+        numbers.append(errno.ENOSPC if windows and number in _WINDOWS_FULL else number)
     for number in numbers:
         if number in _FULL:
             return _FULL[number], 0

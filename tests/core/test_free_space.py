@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgespec.core import free_space
-from edgespec.core.free_space import free_disk, free_memory, processor_limit
+from edgespec.core.errors import InputError
+from edgespec.core.free_space import folder_at, free_disk, free_memory, processor_limit
 
 
 def write_groups(
@@ -29,6 +31,22 @@ def test_what_the_system_says() -> None:
     assert memory is not None
     assert 2**20 < memory < 2**50
     assert free_disk(Path("/not/there/yet")) == pytest.approx(shutil.disk_usage("/").free, rel=0.1)
+
+
+def test_a_drive_that_is_not_there() -> None:
+    class Place:
+        def __init__(self, name: str, parent: Any = None) -> None:
+            self.name, self.parent = name, parent or self
+
+        def is_dir(self) -> bool:
+            return False
+
+        def __str__(self) -> str:
+            return self.name
+
+    place: Any = Place("Q:\\pairs\\mine", Place("Q:\\pairs", Place("Q:\\")))
+    with pytest.raises(InputError, match=r"Q:\\pairs\\mine lies on Q:\\, which is not there"):
+        folder_at(place)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tiny_models import make_model_folder
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError, NoRoom, OneProcessError
-from edgespec.core.no_room import write_error
+from edgespec.core.no_room import _full, write_error
 from edgespec.recipe.schema import ExportOptions
 
 LIMIT = (
@@ -105,6 +105,25 @@ def test_a_full_disk_and_what_is_none() -> None:
         InputError("said already"),
     ):
         assert write_error("/tmp/x", other) is None
+
+
+def test_windows_says_it_by_numbers_of_its_own(tmp_path: Path) -> None:
+    for own, number, words in (
+        (32, errno.EACCES, f"cannot write {tmp_path}: a program has it open"),
+        (1224, errno.EINVAL, "a program has it open"),
+        (123, errno.EINVAL, "Windows takes no such name"),
+        (206, errno.ENOENT, "the name is too long"),
+        (5, errno.EACCES, f"cannot use {tmp_path}: permission denied, or a program has it open"),
+    ):
+        error = OSError(number, "in the words of that system's language")
+        error.winerror = own
+        assert words in str(write_error(tmp_path, error))
+    absent = OSError(errno.ENOENT, "a path that is not there")
+    absent.winerror = 3
+    assert write_error(tmp_path, absent) is None  # a library has read it
+    full = RuntimeError("Es steht nicht genug Speicherplatz zur Verfügung. (os error 112)")
+    assert _full(full, windows=True) == ("no space left on the disk", 0)
+    assert _full(full, windows=False) is None  # on Linux: a host is down
 
 
 @pytest.mark.llamacpp
