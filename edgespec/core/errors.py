@@ -92,14 +92,15 @@ def naming_extras(purpose: str) -> Iterator[None]:
 
 @contextmanager
 def loading(package: str) -> Iterator[None]:
-    """Around the import of an optional package: EdgespecError where it is installed and cannot be loaded."""
+    """Around the import of a package with libraries of its own: EdgespecError where it is installed and cannot be loaded."""
     try:
         yield
     except ModuleNotFoundError:
         raise
     except (ImportError, OSError, RuntimeError) as error:  # a shared library that is absent or another's
         raise EdgespecError(
-            f"{package} is installed and cannot be loaded: {error}; install it again"
+            f"{package} is installed and cannot be loaded: {error}; install it again, and on Windows Microsoft's Visual C++ "
+            "Redistributable, which its libraries need"
         ) from error
 
 

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgespec.core.errors import BundleError, EdgespecError
+from edgespec.core.errors import BundleError, EdgespecError, loading
 from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_tokens, default_threads
 from edgespec_runtime.untrusted.genai_settings import OnnxSettings, read_settings
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
+
+with loading("onnxruntime"):
+    import onnxruntime as ort
 
 # Metadata of the graph: most tokens of a text with the short RoPE factors; places behind the text that a pass writes to.
 ROPE_BORDER, SPARE_TOKENS = "edgespec.rope_border", "edgespec.spare_tokens"
