@@ -20,7 +20,7 @@ from edgespec.core.options import to_mapping
 from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
-from edgespec.core.texts import draws
+from edgespec.core.texts import obeys
 from edgespec.model_folder.check import shape_in
 from edgespec.planning.devices_fit import check_fit, fit, fitting
 from edgespec.planning.export_costs import files_of
@@ -204,7 +204,7 @@ class ExportStages:
 
         reads = models | sources.stages(out, "export") | self._prompt_reads()
         self.stage("verify", "every file against torch", options, verify, reads=reads)
-        print(verification_table(out / "verify" / "verify.json", colour=draws(sys.stdout)), flush=True)
+        print(verification_table(out / "verify" / "verify.json", colour=obeys(sys.stdout)), flush=True)
 
     def _pack(self) -> Path:
         """The bundle's folder, after a table of how long each stage took."""
@@ -246,7 +246,7 @@ class ExportStages:
         reads = sources.stages(out, "export", "verify") | sources.evaluation(source.evaluation, out)
         reads |= self._prompt_reads()
         self.stage("pack", "manifest, checksums, model card", {}, pack, reads=reads)
-        print(default_report(read_manifest(out / "bundle"), colour=draws(sys.stdout)), flush=True)
+        print(default_report(read_manifest(out / "bundle"), colour=obeys(sys.stdout)), flush=True)
         print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
         total = duration(sum(seconds for _, seconds in self.times))
         print(f"total {total}; bundle: {out / 'bundle'}", flush=True)

@@ -149,6 +149,15 @@ def draws(stream: IO[str]) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def obeys(stream: IO[str]) -> bool:
+    """`draws`, and the terminal obeys the codes as they are. Windows' old console shows them; rich draws there without them."""
+    if not draws(stream):
+        return False
+    from rich.console import Console  # only now: --help does not wait for it
+
+    return not Console(file=stream).legacy_windows
+
+
 def harmless(text: str) -> str:
     """Text without control characters but newline and tab: a model can write escape codes, and a terminal would obey them."""
     return text.translate(_HARMFUL)

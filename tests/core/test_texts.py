@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from repository import REPOSITORY
 from edgespec.cli import VERBS, main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl
-from edgespec.core.texts import check_text, parse_yaml, unwritable, without_nan
+from edgespec.core.texts import check_text, obeys, parse_yaml, unwritable, without_nan
 
 HALF = "half \ud83d"
 
@@ -235,3 +236,18 @@ def test_other_yaml_is_what_pyyaml_reads(text: str) -> None:
 def test_json_has_null_for_what_is_no_number() -> None:
     found = {"a": [1.5, float("nan"), {"b": float("-inf")}], "c": (True, None, "NaN")}
     assert without_nan(found) == {"a": [1.5, None, {"b": None}], "c": [True, None, "NaN"]}
+
+
+def test_no_escape_codes_on_the_old_console_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows them as letters."""
+
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    assert obeys(Stream())
+    assert not obeys(io.StringIO())
+    monkeypatch.setattr("rich.console.detect_legacy_windows", lambda: True)
+    assert not obeys(Stream())

@@ -17,7 +17,7 @@ from edgespec.core.files import read_json, sha256_file
 from edgespec.core.manifest import ROLES, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob, with_default
 from edgespec.core.output import json_knob, write_result
-from edgespec.core.texts import draws
+from edgespec.core.texts import obeys
 from edgespec.model_folder.check import check_model, shape_in
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning.export_costs import verifying_bytes
@@ -182,7 +182,7 @@ def run(given: dict[str, Any]) -> int:
     except BundleError as error:
         raise CheckFailed(str(error)) from error
     print(f"{options.bundle}: {found['hashes']} files have the size and sha256 that the manifest gives\n")
-    print(report_of(found, colour=draws(sys.stdout), side_by_side=True), flush=True)
+    print(report_of(found, colour=obeys(sys.stdout), side_by_side=True), flush=True)
     if found.get("not_checked"):
         print(f"\n{found['not_checked']}", flush=True)
     if found["skipped"]:
