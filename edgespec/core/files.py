@@ -343,7 +343,10 @@ def compact_json(results: dict[str, Any]) -> str:
 # Names that a Windows path cannot have or that open a device there; a bundle made here must unpack everywhere.
 FORBIDDEN = frozenset('\\:*?"<>|')
 DEVICES = frozenset(
-    ["CON", "PRN", "AUX", "NUL", *(f"{port}{digit}" for port in ("COM", "LPT") for digit in "123456789")]
+    [
+        *("CON", "PRN", "AUX", "NUL", "CONIN$", "CONOUT$"),
+        *(f"{port}{digit}" for port in ("COM", "LPT") for digit in "123456789¹²³"),
+    ]
 )
 
 

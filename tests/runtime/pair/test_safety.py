@@ -79,6 +79,7 @@ def test_sizes_that_lie(copy: Path) -> None:
     [
         "../outside/secret", "/etc/passwd", "tokenizer/../../outside/secret", "C:/Windows/win.ini", "C:secret", "\\\\host\\share",
         "a\nb", "a\rb", "a\tb", "a\x1b[2Jb", "a\0b", "a\u202eb", "a\u2028b", "a\ud800b", "NUL", "tokenizer/con.json", "com1",
+        "LPT³.json", "tokenizer/conout$.json",
         "a.", "a ", "a:stream", "*", "a//b", "./a", "a/", "x" * 300, "y/" * 600 + "z",
     ],
 )  # fmt: skip
