@@ -29,6 +29,7 @@ from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
+from edgespec.recipe.targets import is_gguf
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.response_shards import Answers, Request, Writer, Written
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
@@ -44,7 +45,7 @@ def locate(how: InferenceOptions) -> tuple[str, Path]:
     Raises InputError where it is none of these or the bundle has no such precision, BundleError for an altered bundle.
     """
     path = Path(how.file).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and is_gguf(path):
         return LLAMACPP, path
     if not (path / MANIFEST).is_file():
         if (path / SETTINGS).is_file():

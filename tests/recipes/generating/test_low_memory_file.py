@@ -193,6 +193,12 @@ def test_a_file_with_other_tokens_is_refused(folder: Path, tmp_path: Path) -> No
         FileTarget(of_file(folder, "f32.gguf"), tmp_path / "other")
 
 
+def test_a_gguf_files_ending_may_have_capitals(tmp_path: Path) -> None:
+    file = tmp_path / "MODEL.GGUF"
+    file.touch()
+    assert file_target.locate(of_file(tmp_path, file.name)) == ("llama.cpp", file)
+
+
 def test_a_bundle_runs_in_the_precision_asked_for(folder: Path) -> None:
     how = of_file(folder, "bundle")
     assert file_target.locate(how)[0] == read_json(folder / "bundle" / "manifest.json")["default"]["engine"]
