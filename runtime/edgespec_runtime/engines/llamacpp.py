@@ -127,6 +127,7 @@ class LlamaCppModel:
             lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
         params.embeddings, params.pooling_type = features, lib.LLAMA_POOLING_TYPE_NONE
+        params.op_offload = False  # else a GPU multiplies long pieces: packages for a Mac have one
         params.no_perf = True
         return params
 

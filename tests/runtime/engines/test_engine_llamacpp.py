@@ -55,6 +55,13 @@ def test_blocks_are_exact_with_quantised_weights(files: dict[str, Path], family:
 
 
 @pytest.mark.llamacpp
+def test_a_long_piece_of_a_prompt_goes_to_no_gpu(engine: LlamaCppEngine) -> None:
+    """llama.cpp's default lets a GPU multiply 32 rows and more, though all weights lie with the processor."""
+    assert engine._lib.llama_context_default_params().op_offload
+    assert not engine._settings.op_offload
+
+
+@pytest.mark.llamacpp
 def test_blocks_of_float_weights_stay_close(files: dict[str, Path]) -> None:
     engine = LlamaCppEngine(files["llama-f16"], threads=1)
     assert not engine.flash_attention
