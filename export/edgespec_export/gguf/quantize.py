@@ -79,14 +79,14 @@ def quantize_file(source: Path, out: Path, precision: Precision) -> list[str]:
     llama.cpp maps `source` and holds at most BUFFER bytes of rows beside it. Raises MissingExtra without llama-cpp-python,
     NoRoom where the disk is full, EdgespecError where llama.cpp fails otherwise.
     """
-    from edgespec_runtime.engines.llamacpp import load_library, reason
+    from edgespec_runtime.engines.llamacpp import load_library, reason, written_name
 
     library = load_library()
     params = library.llama_model_quantize_default_params()
     params.ftype = int(precision.file_type)
     params.nthread = 0  # one for every core
     params.max_buf_size = BUFFER  # llama.cpp's own is 8 GiB
-    if library.llama_model_quantize(os.fsencode(source), os.fsencode(out), params) != 0:
+    if library.llama_model_quantize(os.fsencode(source), written_name(out), params) != 0:
         raise write_error(out, OSError(reason())) or EdgespecError(
             f"llama.cpp cannot write {out} as {precision.file_type.name}: {reason()}; choose q8_0 or q4_0"
         )

@@ -28,7 +28,14 @@ from edgespec.core.files import sha256_file, whole_file
 from edgespec.core.folder_lock import held
 from edgespec.core.no_room import write_error
 from edgespec_runtime.engines.engine import Logits
-from edgespec_runtime.engines.llamacpp import CONTEXT_STEP, LlamaCppModel, floats_at, load_library, reason
+from edgespec_runtime.engines.llamacpp import (
+    CONTEXT_STEP,
+    LlamaCppModel,
+    floats_at,
+    load_library,
+    reason,
+    written_name,
+)
 from edgespec_runtime.untrusted.gguf_file import read_header
 
 F32 = 0  # ggml_type
@@ -161,7 +168,7 @@ def _write(file: Path, copy: Path, threads: int) -> None:
     params = lib.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize, params.nthread = lib.LLAMA_FTYPE_MOSTLY_F16, True, threads
     with whole_file(copy) as temporary:
-        status = lib.llama_model_quantize(os.fsencode(file), os.fsencode(temporary), ctypes.byref(params))
+        status = lib.llama_model_quantize(os.fsencode(file), written_name(temporary), ctypes.byref(params))
         if status != 0:
             raise write_error(copy, OSError(reason())) or BundleError(
                 f"llama.cpp cannot make a float16 copy of {file}: {reason()}; export it again"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -77,6 +78,11 @@ def floats_at(address: int, rows: int, width: int) -> NDArray[np.float32]:
     """llama.cpp's own memory as float32 [rows, width]."""
     values = (ctypes.c_float * (rows * width)).from_address(address)
     return np.ctypeslib.as_array(values).reshape(rows, width)
+
+
+def written_name(file: Path, code_page: str = "mbcs" if sys.platform == "win32" else "") -> bytes:
+    """The name of a file that llama.cpp is to write. Windows takes it in its own code page; names of files to read are UTF-8."""
+    return str(file).encode(code_page, "replace") if code_page else os.fsencode(file)
 
 
 def reason() -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.engines.llamacpp import LlamaCppEngine
+from edgespec_runtime.engines.llamacpp import LlamaCppEngine, written_name
 
 from edgespec.core.errors import BundleError, InputError
 
@@ -182,6 +182,14 @@ def test_libraries_that_cannot_be_loaded_are_one_sentence(tmp_path: Path) -> Non
         assert done.stdout.startswith("llama-cpp-python is installed and cannot be loaded: ")
         assert said in done.stdout
         assert done.stdout.endswith("; install it again\n")
+
+
+def test_the_name_of_a_file_that_is_written() -> None:
+    """llama.cpp opens it as C++ streams do, which do not read UTF-8 on Windows."""
+    file = Path("/home/Jörg/target-q4_k_m.gguf")
+    assert written_name(file) == os.fsencode(file)
+    assert written_name(file, "cp1252") == b"/home/J\xf6rg/target-q4_k_m.gguf"
+    assert written_name(Path("/home/王/a.gguf"), "cp1252") == b"/home/?/a.gguf"
 
 
 def test_missing_extra_is_one_sentence(tmp_path: Path) -> None:
