@@ -11,6 +11,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from edgespec.core.texts import check_json
 MAX_JSON_BYTES = 64 * 1024 * 1024
 MAX_JSON_DEPTH = 64
 FICLONE = 0x40049409  # linux/fs.h: share all blocks of a file
+_HELD_UP = (5, 32)  # Windows' numbers of errors for what a program has open
+_PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before it is tried again: a virus scanner is done by then
 
 
 @contextmanager
@@ -262,9 +265,22 @@ def _temporary(path: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
         try:
             with told_as(temporary, path):
                 yield temporary
-            os.replace(temporary, path)
+            put_in_place(temporary, path)
         finally:
             remove(temporary)
+
+
+def put_in_place(source: Path, place: Path) -> None:
+    """os.replace. Windows refuses it while a virus scanner looks at what was just written, so it is tried again there."""
+    for pause in _PAUSES:
+        try:
+            os.replace(source, place)
+            return
+        except OSError as error:
+            if getattr(error, "winerror", None) not in _HELD_UP:
+                raise
+        time.sleep(pause)
+    os.replace(source, place)
 
 
 def _is_running(process: str) -> bool:

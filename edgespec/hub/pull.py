@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import BundleError, InputError
-from edgespec.core.files import sha256_file, writing
+from edgespec.core.files import put_in_place, sha256_file, writing
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk
 from edgespec.core.manifest import MANIFEST, MAX_MANIFEST_BYTES, BundleFile, open_manifest, read_manifest
@@ -95,7 +95,7 @@ def _pull(repo: str, out: Path, revision: str, most_bytes: int, partial: Path, f
         for file in [
             *filter(Path.is_file, done.rglob("*"))
         ]:  # of a run that ended while it put them together
-            os.replace(file, parts / sha256_file(file))
+            put_in_place(file, parts / sha256_file(file))
         shutil.rmtree(done, ignore_errors=True)
     try:
         commit = _fetch_manifest(repo, revision, partial)
@@ -136,14 +136,14 @@ def _pull(repo: str, out: Path, revision: str, most_bytes: int, partial: Path, f
             if entry.sha256 in placed:  # both models have a copy of some files
                 shutil.copyfile(placed[entry.sha256], done / name)
             else:
-                os.replace(parts / entry.sha256, done / name)
+                put_in_place(parts / entry.sha256, done / name)
             placed[entry.sha256] = done / name
-        os.replace(partial / MANIFEST, done / MANIFEST)
+        put_in_place(partial / MANIFEST, done / MANIFEST)
     open_manifest(done, hashes=False)
     with writing(out):
         with suppress(OSError):
             out.rmdir()  # an empty folder may be there
-        os.replace(done, out)
+        put_in_place(done, out)
     shutil.rmtree(partial, ignore_errors=True)
 
 

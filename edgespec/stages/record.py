@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, sha256_file, write_json
+from edgespec.core.files import put_in_place, read_json, sha256_file, write_json
 from edgespec.core.progress import MIB, reading
 from edgespec.stages.stage import STAGE_FILE
 
@@ -200,7 +200,7 @@ def _remove(result: Path) -> None:
     """Take a result away in one step; deleting the files of a folder may take longer, and may be cut short."""
     if result.is_dir():
         aside = result.with_name(f".{result.name}.{os.getpid()}.stale")
-        os.replace(result, aside)
+        put_in_place(result, aside)
         shutil.rmtree(aside, ignore_errors=True)
     else:
         result.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from edgespec.core.errors import InputError, NoRoom
 from edgespec.core.files import (
     FICLONE,
     copy_file,
+    put_in_place,
     read_json,
     read_jsonl,
     scratch_beside,
@@ -95,6 +96,35 @@ def test_whole_folder_is_all_or_nothing(tmp_path: Path) -> None:
     with whole_folder(tmp_path / "out") as place:
         (place / "part").write_text("whole")
     assert (tmp_path / "out" / "part").read_text() == "whole"
+
+
+def test_what_a_virus_scanner_holds_up_is_put_in_place_a_moment_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, tries, pauses = os.replace, list[Path](), list[float]()
+    source, place = tmp_path / "source", tmp_path / "place"
+    source.touch()
+
+    def refused(given: Path, *to: Path) -> None:
+        tries.append(given)
+        if len(tries) < 3:
+            error = PermissionError(errno.EACCES, "Access is denied")
+            if is_windows:
+                error.winerror = 5
+            raise error
+        replace(given, *to)
+
+    monkeypatch.setattr(files.os, "replace", refused)
+    monkeypatch.setattr(files.time, "sleep", pauses.append)
+    is_windows = False
+    with pytest.raises(PermissionError):
+        put_in_place(source, place)
+    assert (len(tries), pauses) == (1, [])
+    is_windows = True
+    tries.clear()
+    put_in_place(source, place)
+    assert place.exists()
+    assert (len(tries), len(pauses)) == (3, 2)
 
 
 def test_a_refusal_names_the_place_that_the_user_knows(tmp_path: Path) -> None:
