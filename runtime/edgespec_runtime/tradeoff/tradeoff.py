@@ -298,9 +298,18 @@ def _write(options: Options, found: Sequence[tuple[Study, list[Summary]]]) -> No
             if len(names) > 1:
                 picture = picture.with_name(f"{picture.stem}-{names[place]}{picture.suffix}")
             plot_tradeoff(picture, study, summaries)
-            link = os.path.relpath(picture, Path(options.markdown).parent)
+            link = link_to(str(picture), options.markdown)
             note(f"wrote {picture}")
         pages.append((study, summaries, link))
     if options.markdown:
         write_text(Path(options.markdown), document(pages))
         note(f"wrote {options.markdown}")
+
+
+def link_to(picture: str, page: str, system: Any = os.path) -> str:
+    """How a page names a picture: from the page's folder, or by its whole path where Windows has them on two drives."""
+    try:
+        found: str = system.relpath(picture, system.dirname(page) or ".")
+    except ValueError:
+        found = system.abspath(picture)
+    return found.replace(system.sep, "/")

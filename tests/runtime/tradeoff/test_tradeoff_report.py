@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ntpath
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from edgespec_runtime.tradeoff.report import (
     setting,
     summarise,
 )
+from edgespec_runtime.tradeoff.tradeoff import link_to
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
@@ -190,3 +192,10 @@ def test_a_document_links_its_pictures() -> None:
     assert page.count("![Quality against latency and rejection rate: Known](a.png)") == 1
     assert page.count("| chow     | a=0.5 |") == 2
     assert "    edgespec tradeoff B\n" in page
+
+
+def test_a_link_to_a_picture_is_written_as_markdown_has_it_on_windows_too() -> None:
+    assert link_to("docs/t.png", "docs/page.md") == "t.png"
+    assert link_to("docs/t.png", "page.md") == link_to("docs/t.png", "") == "docs/t.png"
+    assert link_to(r"C:\work\docs\t.png", r"C:\work\page.md", ntpath) == "docs/t.png"
+    assert link_to(r"D:\t.png", r"C:\work\page.md", ntpath) == "D:/t.png"  # no way leads from one drive to another
