@@ -16,6 +16,7 @@ from typing import Any
 
 from edgespec.cli import VERBS, parser_of
 from edgespec.core.options import base_of, from_mapping, knob, knobs_of
+from edgespec.core.texts import end_lines_as_unix
 from edgespec.shell.offers import FILE, FOLDER, Slot
 from edgespec.shell.stubs import STUBS
 
@@ -38,7 +39,9 @@ class Options:
 
 
 def run(given: dict[str, Any]) -> int:
-    print(STUBS[from_mapping(Options, given).shell], end="")
+    text = STUBS[from_mapping(Options, given).shell]
+    end_lines_as_unix()
+    print(text, end="")
     return 0
 
 

@@ -144,6 +144,12 @@ def forgive_streams() -> None:
             reconfigure(errors=errors, encoding=None if chosen or stream.isatty() else "utf-8")
 
 
+def end_lines_as_unix() -> None:
+    """Standard output ends its lines with a newline alone: bash on Windows takes a carriage return before it for text."""
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        reconfigure(newline="\n")
+
+
 def draws(stream: IO[str]) -> bool:
     """Whether escape codes are wanted there: a terminal, not a dumb one, and NO_COLOR is unset (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edgespec.core.texts import end_lines_as_unix
+
 GRAMMAR = Path(__file__).with_name("grammar.json")
 FILE, FOLDER = "file", "directory"
 
@@ -54,6 +56,7 @@ def answer(words: Sequence[str]) -> int:
         offer = offered(words)
     except Exception:
         return 1
+    end_lines_as_unix()
     print(offer.paths or "none", offer.taken, "more" if offer.more else "one")
     for word, help in offer.words.items():
         print(word, help, sep="\t")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -261,3 +262,14 @@ def test_brackets_and_quotes_of_the_powershell_script_close() -> None:
 def test_names_of_options_that_a_shell_treats_apart_are_options() -> None:
     dotted = {action.dest for verb in VERBS for action in parser_of(verb)[1]._actions}
     assert {name.rpartition(".")[2] for name in dotted} | dotted >= FREE | FOLDERS
+
+
+@pytest.mark.parametrize("words", [["completion", "bash"], ["__complete", "ch"]])
+def test_lines_end_as_bash_reads_them_on_windows_too(
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8", newline="\r\n"))
+    assert main(words) == 0
+    assert b"\n" in written.getvalue()
+    assert b"\r" not in written.getvalue()
