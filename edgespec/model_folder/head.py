@@ -18,6 +18,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, read_object, whole_folder
 from edgespec.core.shapes import ModelShape, impossible
 from edgespec.model_folder.check import shape_in
+from edgespec.model_folder.weights_files import weight_files
 
 HEAD_FILE = "head.json"
 WEIGHTS = "model.safetensors"
@@ -186,12 +187,12 @@ def check_target(head: Path, target: Path) -> None:
 def target_embedding(folder: Path) -> Any:
     """The target's token embeddings, a float32 tensor [V, H], without the rest of its weights.
 
-    Raises InputError where it has none of Llama's form.
+    Raises InputError where it has none of Llama's form, or its files are not whole.
     """
     from safetensors import safe_open
 
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
+    for name in weight_files(folder):
+        with safe_open(folder / name, "pt") as opened:
             if EMBEDDING in opened.keys():  # noqa: SIM118 (it is no dictionary)
                 return opened.get_tensor(EMBEDDING).float()
     raise InputError(

@@ -15,6 +15,7 @@ HUB_FORM = "hub:NAME[:SPLIT[:FIELD]]"
 ROW_FILES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 TEXT_FILES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 _DRIVE = re.compile(r"[A-Za-z]:(?=[\\/])")  # of a folder on Windows: its colon begins no split
+_OF_A_MAC = "._"  # begins the file that a Mac puts beside another one on disks of other systems
 _HUB_SECONDS = 10.0  # a hub that does not answer stops no build
 
 
@@ -65,9 +66,8 @@ def source_files(source: str, suffixes: Sequence[str]) -> list[Path]:
         folder = parse_hub(source).folder
         return sorted(file for file in folder.rglob("*") if file.is_file()) if folder else []
     if path.is_dir():
-        files = sorted(
-            file for file in path.rglob("*") if file.name.endswith(tuple(suffixes)) and file.is_file()
-        )
+        named = (file for file in path.rglob("*") if file.name.endswith(tuple(suffixes)))
+        files = sorted(file for file in named if file.is_file() and not file.name.startswith(_OF_A_MAC))
         if not files:
             raise InputError(f"the folder {path} holds no {', '.join(suffixes)} file")
         return files

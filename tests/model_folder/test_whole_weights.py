@@ -17,6 +17,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import check_weights
+from edgespec.model_folder.head import target_embedding
 from edgespec.model_folder.weights_files import INDEX, read_header
 
 
@@ -215,3 +216,10 @@ def test_other_names_are_left_alone(target: Path, tmp_path: Path) -> None:
     folder = with_config(copied(target, tmp_path / "foreign"), hidden_size=128)
     shape = ModelShape.from_config(read_json(folder / "config.json"))
     check_weights(rewritten(folder, foreign), shape)
+
+
+def test_what_a_mac_puts_beside_a_file_is_no_weights_file(target: Path, tmp_path: Path) -> None:
+    """On disks with another file system than its own."""
+    folder = copied(target, tmp_path / "model")
+    (folder / "._model.safetensors").write_bytes(b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        ")
+    assert target_embedding(folder).shape == (512, 64)

@@ -38,6 +38,12 @@ def test_documents_of_files_folders_and_marks(tmp_path: Path) -> None:
     assert list(read_documents(str(tmp_path / "a.txt"))) == ["one", "two"]
 
 
+def test_what_a_mac_puts_beside_a_file_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "._a.txt").write_bytes(b"\x00\x05\x16\x07\xff")
+    assert list(read_documents(str(tmp_path))) == ["one"]
+
+
 def test_marks_are_found_wherever_a_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("one\n<|endoftext|>\ntwo <|endof<|endoftext|><|endoftext|>three")
     for chunk in range(1, 40):
