@@ -266,7 +266,8 @@ def files_of(manifest: Manifest) -> tuple[list[ExportedFile], list[str]]:
                 if path.is_file():
                     read_header(path)
                 for graph in sorted(path.glob("*.onnx")):
-                    check_onnx(graph)
+                    if manifest.lists(f"{name}/{graph.name}"):  # a Mac leaves ._ files beside them
+                        check_onnx(graph)
                 # a pair's name may hide what a file holds: a drafter runs beside a target of another precision
                 is_gguf = path.suffix == ".gguf"
                 held = path.stem.removeprefix(f"{role}-") if is_gguf else path.name.removeprefix("onnx-")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from altered_bundle import change_manifest, settle
 from changed_gguf import changed, in_place
+from edgespec_export.verify.files import files_of
 from edgespec_export.verify.readback import gguf_settings, gguf_weights
 from gguf import GGUFReader
 from repository import REPOSITORY
@@ -21,6 +22,7 @@ from repository import REPOSITORY
 from edgespec.cli import main
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, write_json
+from edgespec.core.manifest import open_manifest
 from edgespec.model_folder.check import shape_in
 
 GGUF = "target/gguf/target-q8_0.gguf"
@@ -278,3 +280,11 @@ def test_too_little_memory_for_the_models_in_torch(
     assert error.startswith("edgespec: verify needs 4")
     assert "300 MiB are free on this machine. Try fewer precisions, a larger machine" in error
     assert main([*asked, "--models", models, "--force"]) == 0
+
+
+def test_what_a_mac_leaves_beside_a_graph_is_no_graph(bundle: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    (folder / "target" / "onnx-fp32" / "._model.onnx").write_bytes(b"\x00\x05\x16\x07Mac OS X")
+    files, skipped = files_of(open_manifest(folder))
+    assert [file.role for file in files] == ["target", "drafter"]
+    assert not skipped
