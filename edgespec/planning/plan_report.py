@@ -78,9 +78,10 @@ def _rates(plan: Plan) -> str:
     """What the time is reckoned with."""
     one = plan.hardware
     kind = f"published peaks, {'bf16' if one.bf16 else 'float32: it has no bf16 units'}"
+    memory = f", {byte_size(one.memory)} each" if one.memory else ""  # Windows does not tell it
     if one.measured:
-        kind = "measured with numpy in float32, memory that is free now"
-    return f"On {one} ({one.flops / 1e12:.3g} TFLOP/s, {one.bandwidth / 1e9:.0f} GB/s, {byte_size(one.memory)} each; {kind}):"
+        kind = f"measured with numpy in float32, {'memory that is free now' if memory else 'free memory not known'}"
+    return f"On {one} ({one.flops / 1e12:.3g} TFLOP/s, {one.bandwidth / 1e9:.0f} GB/s{memory}; {kind}):"
 
 
 def _assumptions(plan: Plan) -> list[str]:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from repository import PYTHONPATH, REPOSITORY
 from edgespec.cli import main
 from edgespec.core.metrics import acceptance_rate_of
 from edgespec.planning.estimate import PROMPT_TOKENS
-from edgespec.planning.hardware import GIB
+from edgespec.planning.hardware import GIB, THIS_MACHINE, Hardware
 from edgespec.planning.plan_device import budget, rates_of_profile
-from edgespec.planning.plan_report import span
+from edgespec.planning.plan_report import _rates, span
 from edgespec.recipe.devices import profiles
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import in_recipes
@@ -248,3 +249,12 @@ def test_static_graphs_are_planned_at_their_own_length(tmp_path: Path) -> None:
         for words in ((), ("--export.context", "2048"), ("--export.npu-length", "2048"))
     )
     assert usual < context == length
+
+
+def test_memory_that_the_system_does_not_tell_is_no_number() -> None:
+    """As on Windows."""
+    known = Hardware(THIS_MACHINE, 1, 1e12, 1e11, 8 * GIB, measured=True)
+    unknown = Hardware(THIS_MACHINE, 1, 1e12, 1e11, 0, measured=True)
+    before, here = (_rates(SimpleNamespace(hardware=one)) for one in (known, unknown))
+    assert "100 GB/s, 8 GiB each; measured with numpy in float32, memory that is free now" in before
+    assert "100 GB/s; measured with numpy in float32, free memory not known" in here
