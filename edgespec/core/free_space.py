@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import sys
 from pathlib import Path, PurePosixPath
 
 from edgespec.core.errors import InputError
@@ -63,10 +65,30 @@ def _machine_memory() -> int | None:
     available = _number(Path("/proc/meminfo"), "MemAvailable:")
     if available is not None:
         return available * 1024
-    try:  # macOS and the BSDs: all of it, since what is free is not told
+    if sys.platform == "darwin" and (available := available_in(_said_by_vm_stat())):
+        return available
+    try:  # the BSDs: all of it, since what is free is not told
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return None
+
+
+def _said_by_vm_stat() -> str:
+    """'' where there is no such program."""
+    import subprocess  # only now: --help does not wait for it
+
+    try:
+        said: str = subprocess.run(["vm_stat"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return ""
+    return said
+
+
+def available_in(text: str) -> int | None:
+    """Bytes that a Mac's kernel has left or gives back when programs ask, from what vm_stat prints; None where it is not that."""
+    size = re.search(r"page size of (\d+) bytes", text)
+    pages = re.findall(r"^Pages (?:free|inactive|speculative):\s+(\d+)\.", text, re.MULTILINE)
+    return int(size[1]) * sum(map(int, pages)) if size and pages else None
 
 
 def _number(file: Path, name: str = "", place: int = 0) -> int | None:

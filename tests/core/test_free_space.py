@@ -10,7 +10,7 @@ import pytest
 
 from edgespec.core import free_space
 from edgespec.core.errors import InputError
-from edgespec.core.free_space import folder_at, free_disk, free_memory, processor_limit
+from edgespec.core.free_space import available_in, folder_at, free_disk, free_memory, processor_limit
 
 
 def write_groups(
@@ -31,6 +31,21 @@ def test_what_the_system_says() -> None:
     assert memory is not None
     assert 2**20 < memory < 2**50
     assert free_disk(Path("/not/there/yet")) == pytest.approx(shutil.disk_usage("/").free, rel=0.1)
+
+
+def test_what_a_mac_says_of_its_memory() -> None:
+    said = (
+        "Mach Virtual Memory Statistics: (page size of 16384 bytes)\n"
+        "Pages free:                                3000.\n"
+        "Pages active:                            400000.\n"
+        "Pages inactive:                          200000.\n"
+        "Pages speculative:                         1000.\n"
+        "Pages throttled:                              0.\n"
+        "Pages wired down:                        120000.\n"
+        '"Translation faults":                 987654321.\n'
+    )
+    assert available_in(said) == 204_000 * 16_384
+    assert available_in("") is None
 
 
 def test_a_drive_that_is_not_there() -> None:
