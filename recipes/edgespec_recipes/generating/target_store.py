@@ -257,7 +257,7 @@ def store_targets(
         "mean_remainder": round(sum(shard["remainder"] for shard in shards) / max(1, total), 6),
         "shards": len(parts),
         "remade_shards": [data_path(out, number).name for number in sorted(numbers)],
-        "tokens_per_second": round(tokens / seconds, 1) if tokens else None,
+        "tokens_per_second": round(tokens / seconds, 1) if tokens and seconds else None,
         "precision": precision.name if precision else None,
         "precision_reason": precision.reason if precision else "nothing was left to do",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,15 @@ def test_stored_is_the_live_target(store: Path, target: Path) -> None:
     torch.testing.assert_close(found.gather(-1, ids), values, rtol=2e-3, atol=1e-4)  # float16 has 11 bits
     rest = (found.exp().sum(-1) - found.gather(-1, ids).exp().sum(-1)).log()
     torch.testing.assert_close(rest, (1 - values.exp().sum(-1)).log(), rtol=5e-3, atol=2e-3)
+
+
+def test_a_store_that_is_made_within_a_tick_of_the_clock_has_no_rate(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of Windows has one every 16 ms."""
+    monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    counts = store_targets(tmp_path, target, some_rows(), TOP_K)
+    assert counts["tokens_per_second"] is None
 
 
 def test_counts(store: Path, target: Path) -> None:
