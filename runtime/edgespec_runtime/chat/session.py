@@ -61,7 +61,7 @@ class Chat:
         """Tokens that the target's context holds."""
         return self.pair.target.engine.context_length
 
-    def change(self, **values: str) -> None:
+    def change(self, /, **values: str) -> None:
         """Set knobs, given as text. Raises InputError, and changes nothing, for a value that cannot be."""
         options = changed(self.options, **values)
         if options.draft and options.needs_model and self.pair.draft is None:

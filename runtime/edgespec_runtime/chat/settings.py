@@ -47,7 +47,7 @@ def parted(argument: str) -> tuple[str, str]:
     return name.replace("-", "_"), value.strip()
 
 
-def changed(options: Options, **values: str) -> Options:
+def changed(options: Options, /, **values: str) -> Options:
     """The options with other knobs, each given as text and checked as the command line does. Raises InputError."""
     new: dict[str, Any] = {}
     for name, value in values.items():

@@ -47,6 +47,8 @@ def test_set_checks_as_the_command_line_does(pair: Pair) -> None:
         ("/set top_p x", "top_p is 'x'; it must be a number"),
         ("/set temprature 1", "unknown knob 'temprature'; did you mean 'temperature'?"),
         ("/set bundle x", "unknown knob 'bundle'"),
+        ("/set options", "unknown knob 'options'"),  # an argument of ours has that name
+        ("/set self x", "unknown knob 'self'"),
         ("/sett seed 1", "unknown command '/sett'; did you mean '/set'?"),
         ("/etc/hosts what is it?", '""" before and behind a message sends it as it is'),
         ("/draft of", "/draft is 'of'; did you mean 'off'"),
