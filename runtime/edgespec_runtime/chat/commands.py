@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.table import many
+from edgespec.core.table import byte_size, many
 from edgespec_runtime.chat import saved
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import SETTABLE, choices_of, listed, parted, shown
@@ -194,8 +194,13 @@ def _verdict(plain: Tally, speculative: Tally, *, seeded: bool) -> str:
 
 def _save(chat: Chat, file: str) -> None:
     with _path("/save", file) as path:
-        saved.save(chat.conversation, chat.pair.manifest.target.name, path)
-    chat.view.note(f"wrote {many(len(chat.conversation.messages) // 2, 'turn')} to {file}")
+        written = saved.save(chat.conversation, chat.pair.manifest.target.name, path)
+    words = f"wrote {many(written, 'turn')} to {file}"
+    if missing := len(chat.conversation.messages) // 2 - written:
+        most = byte_size(saved.MAX_BYTES)
+        chat.view.say(f"{words}; the oldest {missing} are not in it: a file has {most} at most")
+    else:
+        chat.view.note(words)
 
 
 def _load(chat: Chat, file: str) -> None:

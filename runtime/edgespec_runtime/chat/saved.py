@@ -41,8 +41,8 @@ def state_folder() -> Path:
     return folder
 
 
-def dumped(conversation: Conversation, bundle: str) -> bytes:
-    """The file of a conversation, without the oldest turns of one that is too long."""
+def dumped(conversation: Conversation, bundle: str) -> tuple[bytes, int]:
+    """The file of a conversation, without the oldest turns of one that is too long, and how many turns it has."""
     system: list[Message] = []
     if conversation.system:
         system = [{"role": "system", "content": conversation.system}]
@@ -51,7 +51,7 @@ def dumped(conversation: Conversation, bundle: str) -> bytes:
         value = {"schema": SCHEMA, "bundle": bundle, "messages": [*system, *turns]}
         data = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
         if len(data) <= MAX_BYTES or not turns:
-            return data
+            return data, len(turns) // 2
         turns = turns[2 * (1 + len(turns) // 8) :]  # an eighth at a time: every try writes all of it
 
 
@@ -80,11 +80,13 @@ def restored(value: Any, where: Path) -> tuple[str, list[Message]]:
     return system, turns
 
 
-def save(conversation: Conversation, bundle: str, path: Path) -> None:
-    """Write a conversation whole or not at all. Raises InputError for a path that has something else."""
+def save(conversation: Conversation, bundle: str, path: Path) -> int:
+    """Write a conversation whole or not at all; returns how many turns. Raises InputError for a path that has something else."""
     if path.exists() or path.is_symlink():  # a chat may be saved over a chat, and over nothing else
         restored(read_json(path, limit=MAX_BYTES), path)
-    write_bytes(path, dumped(conversation, bundle))
+    data, turns = dumped(conversation, bundle)
+    write_bytes(path, data)
+    return turns
 
 
 def load(conversation: Conversation, path: Path) -> str:
@@ -132,7 +134,7 @@ class LastChat:
         """Write it; the oldest chats of other bundles go. Raises InputError where it cannot be written."""
         with writing(self._folder):
             self._folder.mkdir(exist_ok=True, mode=0o700)
-            write_bytes(self.path, dumped(conversation, self._bundle))
+            write_bytes(self.path, dumped(conversation, self._bundle)[0])
             os.chmod(self.path, 0o600)
             files = sorted(self._folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
             for file in files[MOST_CHATS:]:

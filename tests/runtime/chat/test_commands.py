@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from chats import new_chat, said
+from edgespec_runtime.chat import saved
 from edgespec_runtime.chat.commands import BY_NAME, COMMANDS, handle
 from edgespec_runtime.chat.settings import SETTABLE
 from edgespec_runtime.chat.terminal import TEXT_COMMANDS
@@ -216,6 +217,21 @@ def test_a_turn_stays_where_its_new_answer_fails(pair: Pair, monkeypatch: pytest
     assert said(chat) == before
     handle(chat, "And now?")
     assert said(chat)[:2] == before
+
+
+def test_save_says_which_turns_a_file_has_no_room_for(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = new_chat(pair)
+    one = [{"role": "user", "content": "x" * 400}, {"role": "assistant", "content": "y"}]
+    chat.conversation.reset(one * 10)
+    monkeypatch.setattr(saved, "MAX_BYTES", 3000)
+    handle(chat, f"/save {tmp_path / 'a.json'}")
+    written = len(json.loads((tmp_path / "a.json").read_text())["messages"]) // 2
+    assert 0 < written < 10
+    shown = capsys.readouterr().err
+    assert f"wrote {written} turns to " in shown
+    assert f"the oldest {10 - written} are not in it" in shown
 
 
 def test_save_and_load(pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
