@@ -94,7 +94,8 @@ class Pair:
         yield from self._reply(lambda: ids, how, stops=stops)
 
     def chat(self, system: str = "") -> Chat:
-        """A conversation whose turns stay in both models' caches."""
+        """A conversation whose turns stay in both models' caches. Raises InputError for a system prompt with half a character."""
+        check_text(system, "the system prompt")
         return Chat(self, system)
 
     def _reply(

@@ -179,6 +179,13 @@ def test_prompts_of_another_form(bundle: Path, prompt: Any, message: str) -> Non
         next(pair.generate(prompt))
 
 
+def test_a_system_prompt_with_half_a_character_is_named(bundle: Path) -> None:
+    """And not a bundle that is said to be broken."""
+    words = r"the system prompt: .*half a character"
+    with edgespec.load(bundle) as pair, pytest.raises(InputError, match=words):
+        next(pair.chat("\ud83d").send(QUESTION))
+
+
 def test_a_shift_keeps_the_system_prompt(bundle: Path) -> None:
     system = "You are a pirate who says arr."
     how: dict[str, Any] = {"max_new_tokens": 90, "when_full": "shift", "draft_length": 2}
