@@ -136,8 +136,12 @@ def without_nan(value: Any) -> Any:
 def forgive_streams() -> None:
     """Let this program print what its output cannot encode: with replacement characters instead of an exception.
 
-    A file or a pipe on Windows gets UTF-8, as everywhere else, unless PYTHONIOENCODING names another encoding.
+    A file or a pipe on Windows gets UTF-8, as everywhere else, unless PYTHONIOENCODING names another encoding. A stream that
+    was closed from the start (2>&-) is the null device: Python has None there, and the next file would get its number.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (for the rest of the program)
     chosen = sys.platform != "win32" or "PYTHONIOENCODING" in os.environ
     for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
         if reconfigure := getattr(stream, "reconfigure", None):

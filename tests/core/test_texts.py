@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +19,12 @@ from edgespec_recipes.data.instructions import read_conversations
 from edgespec_recipes.data.sources import hub_rows
 from edgespec_runtime.text.prompts import read_chats
 from pyarrow import parquet
-from repository import REPOSITORY
+from repository import PYTHONPATH, REPOSITORY
 
 from edgespec.cli import VERBS, main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl
-from edgespec.core.texts import check_text, obeys, parse_yaml, unwritable, without_nan
+from edgespec.core.texts import check_text, forgive_streams, obeys, parse_yaml, unwritable, without_nan
 
 HALF = "half \ud83d"
 
@@ -170,6 +171,27 @@ def test_a_reply_does_not_die_of_its_encoding(bundle: Path, encoding: str) -> No
     )
     assert chat.returncode == 0, chat.stderr
     assert b"tok/s" in chat.stderr
+
+
+def test_streams_that_are_closed_are_the_null_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `edgespec chat BUNDLE <&- 2>&-`: Python has None there."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    forgive_streams()
+    with sys.stdin, sys.stdout, sys.stderr:
+        assert sys.stdin.buffer.readline() == b""
+        for stream in (sys.stdout, sys.stderr):
+            assert stream.name == os.devnull
+            print("\u03c4", file=stream, flush=True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell of its own")
+def test_a_table_goes_where_nobody_reads_it() -> None:
+    command = f"{shlex.quote(sys.executable)} -m edgespec targets >&-"
+    done = subprocess.run(
+        command, shell=True, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": PYTHONPATH}
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def run(words: list[str], encoding: str, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
