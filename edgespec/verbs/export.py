@@ -19,7 +19,7 @@ from edgespec.core.files import read_json, shares_blocks, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import bytes_in, free_disk
 from edgespec.core.manifest import ROLES
-from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
+from edgespec.core.options import command_line, from_mapping, knob, shell_line, to_mapping, with_default
 from edgespec.core.output import json_knob, next_step, write_result
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size
@@ -198,10 +198,17 @@ def _source_of_build(build: Path) -> Source:
     if recipe.evaluate.prompts_file == SELF:
         written = str(build / SELF_PROMPTS / "instructions.jsonl")
         recipe = replace(recipe, evaluate=replace(recipe.evaluate, prompts_file=written))
-    target = build / "tune" / "model" if recipe.tune.steps else found["folder"]
+    target = build / "tune" / "model" if recipe.tune.steps else Path(found["folder"])
+    drafter = build / "distill" / "model"
+    if not (target / "config.json").is_file():  # moved, or the cache that it was in was emptied
+        command = shell_line("edgespec", "export", "--target", "TARGET", "--drafter", drafter)
+        raise InputError(
+            f"the target's folder {target} is gone, of which {build} was made; put it back, or give the folder or GGUF file that "
+            f"the target is now: {command}"
+        )
     return Source(
-        FoundTarget(**{**found, "folder": _folder(str(target), "target")}),
-        _folder(str(build / "distill" / "model"), "drafter"),
+        FoundTarget(**{**found, "folder": target}),
+        _folder(str(drafter), "drafter"),
         recipe,
         build / "evaluate" / "evaluation.json",
         build / "generate",

@@ -14,18 +14,20 @@ from tiny_models import make_model_folder
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
+from edgespec.core.files import write_json
 from edgespec.core.manifest import open_manifest
-from edgespec.core.options import from_mapping
+from edgespec.core.options import from_mapping, shell_line
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.costs import file_bytes, weight_bytes
 from edgespec.planning.devices_fit import fit
 from edgespec.planning.export_costs import passing_bytes
 from edgespec.recipe import devices
 from edgespec.recipe.devices import profile
-from edgespec.recipe.read import resolve
+from edgespec.recipe.read import RECIPE_FILE, dump_recipe, resolve
 from edgespec.recipe.schema import ExportOptions, InferenceOptions, Recipe
 from edgespec.recipe.targets import FoundTarget
 from edgespec.shell.environment import API_KEY
+from edgespec.stages.stage import STAGE_FILE
 from edgespec.verbs import export as export_verb
 
 
@@ -243,6 +245,21 @@ def test_bad_input(models: tuple[Path, Path], tmp_path: Path, capsys: pytest.Cap
         assert main(["export", *words, *out]) == 2
         assert part in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_build_whose_target_is_gone_says_what_to_give(tmp_path: Path) -> None:
+    """As where the target's folder was moved, or the cache emptied."""
+    build, gone = tmp_path / "a build", tmp_path / "gone"
+    counts = {"name": "t", "folder": str(gone), "source": "local folder", "licence": ""}
+    for stage in ("target", "distill"):
+        write_json(build / stage / STAGE_FILE, {"counts": counts})
+    (build / RECIPE_FILE).write_text(dump_recipe(Recipe(target=str(gone))))
+    with pytest.raises(InputError) as error:
+        export_verb.find_source(export_verb.Options(build=str(build)))
+    assert f"the target's folder {gone} is gone" in str(error.value)
+    drafter = build / "distill" / "model"
+    command = shell_line("edgespec", "export", "--target", "TARGET", "--drafter", drafter)
+    assert str(error.value).endswith(command)
 
 
 def test_an_npus_graphs(models: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
