@@ -48,7 +48,8 @@ class Checked:
 
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
-    checked = export_optimum(Path(options.model), Path(options.out).absolute(), options.new_tokens)
+    model, out = (Path(name).expanduser() for name in (options.model, options.out))
+    checked = export_optimum(model, out.absolute(), options.new_tokens)
     print(
         f"{options.out}: largest logit difference to torch {checked.largest:.1e}, "
         f"greedy tokens {checked.same_tokens} of {checked.tokens} equal"

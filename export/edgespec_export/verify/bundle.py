@@ -130,7 +130,7 @@ def verify_bundle(options: Options) -> dict[str, Any]:
         shape = shape_in(target / "config.json")
         needed = verifying_bytes(shape, own, *counts, alike=are_alike(target))
         check_memory({"verify": needed}, Path(options.bundle))
-    chats = read_chats(Path(options.prompts)) if options.prompts else bundled_chats(manifest)
+    chats = read_chats(Path(options.prompts).expanduser()) if options.prompts else bundled_chats(manifest)
     tokenizer_folder = manifest.folder / TOKENIZER
     tokenizer = ChatTokenizer(tokenizer_folder)
     prompts = [tokenizer.encode_chat(chat) for chat in chats]

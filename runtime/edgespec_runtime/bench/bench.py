@@ -274,7 +274,7 @@ def questions_for(pair: Pair, options: Options, questions: Sequence[Question]) -
     """
     reply = options.max_new_tokens if questions and options.when_full != SHIFT else 1
     if not questions:
-        chats = read_chats(Path(options.prompts)) if options.prompts else pair.prompts()
+        chats = read_chats(Path(options.prompts).expanduser()) if options.prompts else pair.prompts()
         questions = [question_of(chat) for chat in chats]
     room = pair.target.engine.context_length - reply
     return fitting_dialogues(pair.tokenizer, round_robin(questions), room, options.max_prompts)
@@ -331,7 +331,7 @@ def run(given: dict[str, Any]) -> int:
             write_result(options.json, report(pair, given, options, runs, summaries, asked, rows))
         if options.plot:
             title = f"{pair.manifest.target.name} on {pair.backend} {pair.precision}"
-            plot_bench(Path(options.plot), summaries, title)
+            plot_bench(Path(options.plot).expanduser(), summaries, title)
             note(f"wrote {options.plot}")
         if missed := shortfalls(summaries, options.min_speedup, options.min_tau):
             raise CheckFailed(" ".join(missed))

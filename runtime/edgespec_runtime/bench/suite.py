@@ -67,8 +67,10 @@ def read_suite(name: str) -> list[Question]:
 
     Raises InputError naming file, line, what was seen and what is wanted.
     """
-    path = Path(__file__).with_name(f"{BUILT_IN}.jsonl") if name == BUILT_IN else Path(name)
-    if name != BUILT_IN and not path.exists():
+    path = Path(name).expanduser()
+    if name == BUILT_IN:
+        path = Path(__file__).with_name(f"{BUILT_IN}.jsonl")
+    elif not path.exists():
         raise InputError(f"the suite {name!r} is no file; give a file, or {BUILT_IN} for edgespec's own")
     lines = _lines(path)
     first = next((line.strip() for line in lines if line.strip()), "")

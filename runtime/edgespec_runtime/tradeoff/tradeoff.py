@@ -235,9 +235,9 @@ def study_of(given: dict[str, Any], options: Options) -> Study:
             f"{wanting[0]} compares replies with references, and the bundle's own prompts have none; "
             f"give --prompts FILE with a 'reference' in every row, or choose --metric {AGREEMENT}"
         )
-    prompts = (
-        prompts_of(Path(options.prompts), options.metric, options.max_prompts) if options.prompts else []
-    )
+    prompts: list[Prompt] = []
+    if options.prompts:
+        prompts = prompts_of(Path(options.prompts).expanduser(), options.metric, options.max_prompts)
     with closing(open_pair(Path(options.bundle), options)) as pair:
         if pair.manifest.drafter.kind == HEAD:
             raise InputError(
@@ -273,7 +273,7 @@ def run(given: dict[str, Any]) -> int:
     if options.plot:
         require_matplotlib()
     if options.render:
-        studies = [from_json(read_json(Path(name)), name) for name in options.render]
+        studies = [from_json(read_json(Path(name).expanduser()), name) for name in options.render]
     else:
         studies = [study_of(given, options)]
     found = [(study, summarise(study)) for study in studies]
@@ -288,21 +288,22 @@ def run(given: dict[str, Any]) -> int:
 def _write(options: Options, found: Sequence[tuple[Study, list[Summary]]]) -> None:
     """Pictures, and the page that links them."""
     pages = []
+    page = Path(options.markdown).expanduser()
     names = [Path(name).stem for name in options.render or ()]
     if len(set(names)) < len(names):  # files of several folders
         names = [f"{number}-{name}" for number, name in enumerate(names, 1)]
     for place, (study, summaries) in enumerate(found):
         link = ""
         if options.plot:
-            picture = Path(options.plot)
+            picture = Path(options.plot).expanduser()
             if len(names) > 1:
                 picture = picture.with_name(f"{picture.stem}-{names[place]}{picture.suffix}")
             plot_tradeoff(picture, study, summaries)
-            link = link_to(str(picture), options.markdown)
+            link = link_to(str(picture), str(page))
             note(f"wrote {picture}")
         pages.append((study, summaries, link))
     if options.markdown:
-        write_text(Path(options.markdown), document(pages))
+        write_text(page, document(pages))
         note(f"wrote {options.markdown}")
 
 

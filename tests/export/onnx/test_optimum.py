@@ -65,8 +65,10 @@ def test_what_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = str(tmp_path / "out")
-    assert main(["export-optimum", str(tmp_path), out]) == 2
-    assert "has no config.json" in capsys.readouterr().err
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for model in (str(tmp_path), "~"):
+        assert main(["export-optimum", model, out]) == 2
+        assert f"{tmp_path} has no config.json" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
     assert main(["export-optimum", str(tmp_path), out]) == 2
     assert "has no *.safetensors" in capsys.readouterr().err

@@ -247,6 +247,7 @@ def test_an_altered_byte(copy: Path, capsys: pytest.CaptureFixture[str]) -> None
         (("--models", "one"), "--models has 1 folders; give two"),
         (("--models", "one,two"), "the target one has no config.json"),
         (("--prompts", "none.jsonl"), "none.jsonl"),
+        (("--prompts", "~/none.jsonl"), f"{Path.home() / 'none.jsonl'} is missing"),
         (("--draft-length", "0"), "draft_length is 0"),
     ],
 )

@@ -23,7 +23,7 @@ from edgespec_runtime.bench.report import (
     shortfalls,
     summarise,
 )
-from edgespec_runtime.bench.suite import Question
+from edgespec_runtime.bench.suite import Question, read_suite
 from edgespec_runtime.pair.bundle import Pair
 
 from edgespec.cli import main
@@ -230,6 +230,19 @@ def test_a_chat_is_left_out_only_where_the_context_has_no_room_for_one_token(
     assert f"no room for them: 1 prompt, 0 later turns{advice}\n" in said
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["too_long"] == {"prompts": 1, "turns": 0}
+
+
+def test_a_tilde_is_the_home_folder(
+    pair: Pair, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shell replaces it in --prompts=~/x, and none does in a config file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "prompts.jsonl").write_text('{"instruction": "Hi"}\n')
+    assert read_suite("~/prompts.jsonl")[0].turns == ("Hi",)
+    assert len(questions_for(pair, options(prompts="~/prompts.jsonl"), []).dialogues) == 1
+    flags = [*QUICK, "--prompts=~/prompts.jsonl", "--repeats", "1", "--plot=~/bench.png"]
+    assert main(["bench", str(bundle), *flags]) == 0
+    assert (tmp_path / "bench.png").is_file()
 
 
 def test_every_category_is_run_whatever_time_it_takes(pair: Pair) -> None:

@@ -166,6 +166,15 @@ def test_pictures_of_files_of_one_name_do_not_overwrite_each_other(measured: Pat
     assert page.index(f"]({first.name})") < page.index(f"]({second.name})")
 
 
+def test_a_tilde_is_the_home_folder(measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "t.json").write_bytes((measured / "greedy.json").read_bytes())
+    files = ["--render=~/t.json", "--plot=~/t.png", "--markdown=~/page.md"]
+    assert main(["tradeoff", *files]) == 0
+    assert "](t.png)" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "t.png").is_file()
+
+
 def prompts_file(path: Path, references: list[Any]) -> Path:
     rows = [{"instruction": "Count: 1 2 3", **({} if r is None else {"reference": r})} for r in references]
     write_jsonl(path, rows)
