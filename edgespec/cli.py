@@ -238,8 +238,13 @@ def _of_home(error: InputError) -> str:
     """What moves the cache folder, for a message that a file in it cannot be written."""
     from edgespec.shell.environment import HOME, cache_folder
 
-    in_it = isinstance(error, OneProcessError) and str(cache_folder()) in str(error)
-    return f" ({HOME} can name another place)" if in_it and HOME not in str(error) else ""
+    if not isinstance(error, OneProcessError) or HOME in str(error):
+        return ""
+    try:
+        in_it = str(cache_folder()) in str(error)
+    except InputError:  # no home is known, so it is in no folder of the home
+        return ""
+    return f" ({HOME} can name another place)" if in_it else ""
 
 
 def _with_bundle(options: dict[str, Any]) -> dict[str, Any]:

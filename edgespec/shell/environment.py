@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgespec.core.errors import InputError
+
 HOME, CONFIG, QUIET, API_KEY = "EDGESPEC_HOME", "EDGESPEC_CONFIG", "EDGESPEC_QUIET", "EDGESPEC_API_KEY"
 OPTION = "EDGESPEC_VERB_OPTION"
 READY = "ready"  # in the cache folder, the ready pairs
@@ -99,8 +101,17 @@ def config_file() -> Path:
 
 
 def _folder(xdg: str, linux: str, variable: str, windows: str, mac: str) -> Path:
-    """edgespec's folder among the user's own: the variable's where the system has one, else the usual one below the home."""
+    """edgespec's folder among the user's own: the variable's where the system has one, else the usual one below the home.
+
+    Raises InputError where there is no home: HOME is not set, and the system does not know the user, as in a container.
+    """
     name, usual = (variable, windows) if sys.platform == "win32" else (xdg, linux)
     if base := os.environ.get(name):
         return Path(base).expanduser() / "edgespec"
-    return Path.home() / (mac if sys.platform == "darwin" else usual) / "edgespec"
+    try:
+        home = Path.home()
+    except RuntimeError as error:
+        raise InputError(
+            f"a home directory is not known here: set {HOME} to a folder, and {CONFIG} to a file, there or not"
+        ) from error
+    return home / (mac if sys.platform == "darwin" else usual) / "edgespec"

@@ -12,7 +12,7 @@ import pytest
 from repository import REPOSITORY
 
 from edgespec.cli import VERBS, main, parser_of, settings
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, NoRoom
 from edgespec.core.options import from_mapping
 from edgespec.shell.environment import VARIABLES, cache_folder, config_file
 from edgespec.shell.settings import MOST_BYTES, Settings
@@ -212,6 +212,30 @@ def test_folders_that_are_named_need_no_home(
     assert cache_folder() == config_file().parent == tmp_path / "edgespec"
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert main(["targets"]) == 2
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    for folder in (cache_folder, config_file):  # also in Python, where nobody turns an error into a line
+        with pytest.raises(InputError, match="set EDGESPEC_HOME to a folder, and EDGESPEC_CONFIG"):
+            folder()
+
+
+def test_what_cannot_be_written_is_said_also_without_a_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not that there is no home."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def run(_: object) -> int:
+        raise NoRoom("the disk is full")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("EDGESPEC_CONFIG", str(tmp_path / "config.yaml"))
+    monkeypatch.setattr("edgespec.verbs.targets.run", run)
+    assert main(["targets"]) == 2
+    assert capsys.readouterr().err == "edgespec: the disk is full\n"
 
 
 def read_variables(file: Path) -> set[str]:
