@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from edgespec.core.errors import InputError, did_you_mean
@@ -322,18 +323,24 @@ _APART = frozenset("&|<>^;(){}'")  # what one of the shells of Windows does not 
 
 def shell_line(*words: object) -> str:
     """A command to copy, in the quotes that this system's shell takes: cmd.exe knows no single ones."""
-    return windows_line(*words) if sys.platform == "win32" else shlex.join(map(str, words))
+    texts = [path_word(word) if isinstance(word, Path) else str(word) for word in words]
+    return windows_line(*texts) if sys.platform == "win32" else shlex.join(texts)
 
 
-def windows_line(*words: object) -> str:
+def windows_line(*words: str) -> str:
     """A command for cmd.exe and PowerShell. Python's own quotes are for blanks alone, and C:\\R&D would be two commands."""
     from subprocess import list2cmdline  # only now: --help does not wait for it
 
     found = []
-    for word in map(str, words):
+    for word in words:
         quoted = list2cmdline([word])
         if _APART & set(word) and not quoted.startswith('"'):
             ends = len(word) - len(word.rstrip("\\"))  # those before a quote stand twice
             quoted = '"' + quoted + "\\" * ends + '"'
         found.append(quoted)
     return " ".join(found)
+
+
+def path_word(path: Path) -> str:
+    """A path as a word of a command: one that begins with a dash would be read as a flag."""
+    return f"./{path}" if str(path).startswith("-") else str(path)

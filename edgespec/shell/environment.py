@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.core.errors import InputError
+from edgespec.core.options import path_word
 
 HOME, CONFIG, QUIET, API_KEY = "EDGESPEC_HOME", "EDGESPEC_CONFIG", "EDGESPEC_QUIET", "EDGESPEC_API_KEY"
 OPTION = "EDGESPEC_VERB_OPTION"
@@ -87,7 +88,7 @@ def cache_folder() -> Path:
 def as_typed(bundle: Path) -> str:
     """What a person calls a bundle: a ready pair in the cache by its name, any other by its folder."""
     pair = bundle.parent
-    return pair.name.rpartition("-")[0] if pair.parent == cache_folder() / READY else str(bundle)
+    return pair.name.rpartition("-")[0] if pair.parent == cache_folder() / READY else path_word(bundle)
 
 
 def config_file() -> Path:

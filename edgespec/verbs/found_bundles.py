@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.manifest import MANIFEST, open_manifest
+from edgespec.core.options import path_word
 from edgespec.core.table import count
 from edgespec.recipe.targets import TARGETS, gguf_of
 from edgespec.verbs.ready import folder_of, ready_folders
@@ -53,7 +54,7 @@ def _described(folder: Path) -> Found | None:
         f"{target.name} ({count(target.parameters)}) with a drafter of {count(drafter.parameters)}, "
         f"{manifest.default['engine']} {manifest.default['precision']}"
     )
-    name = str(folder)
+    name = path_word(folder)
     # a stranger's manifest must not write to the terminal
     return Found(name, about) if name.isprintable() and about.isprintable() else None
 

@@ -11,6 +11,8 @@ import pytest
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.manifest import MANIFEST
+from edgespec.core.options import shell_line
+from edgespec.core.output import next_step
 from edgespec.recipe.targets import TARGETS
 from edgespec.shell.environment import READY, as_typed
 from edgespec.verbs import chat, found_bundles
@@ -88,6 +90,17 @@ def test_the_command_in_a_message_can_be_copied(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(InputError, match=r"Name one: edgespec chat 'my bundle'$"):
         chat.choose([Found("my bundle", "a pair")])
+
+
+def test_a_folder_that_begins_with_a_dash_is_no_flag_of_a_command(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "pulled").rename(here / "-p")
+    assert {one.name for one in found()} == {"./-p", "build/mine/bundle", NAME}
+    assert as_typed(Path("./-p")) == "./-p"
+    assert shell_line("edgespec", "chat", Path("-p") / "bundle", "-x") == "edgespec chat ./-p/bundle -x"
+    next_step("edgespec", "chat", Path("-p"))
+    assert capsys.readouterr().out == "Next: edgespec chat ./-p\n"
 
 
 class Terminal(io.TextIOWrapper):
