@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class Pair:
-    """A loaded target and its drafter. Use it in a `with` block, or call `close`. One reply at a time."""
+    """A loaded target and its drafter. Use it in a `with` block, or call `close`. One reply at a time.
+
+    A pair that nobody has any more, as after `pair = edgespec.load(...)` in a notebook's cell that runs again, is closed.
+    """
 
     def __init__(self, pair: OpenPair) -> None:
         from edgespec_runtime.chooser.pair_schedule import Schedules
@@ -32,6 +36,9 @@ class Pair:
         self._end: Callable[[], None] | None = None  # ends the reply under way
         self._closed = False
         self._lock = Lock()
+        # once: by `close`, or where nobody has the pair any more, since llama.cpp's memory is none of Python's
+        self._free = finalize(self, pair.close)
+        self._free.atexit = False  # the system frees it then
 
     def __enter__(self) -> Pair:
         return self
@@ -48,7 +55,7 @@ class Pair:
             if not self._closed:
                 self._end_reply()
                 self._closed = True
-                self._pair.close()
+                self._free()
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
@@ -152,6 +153,23 @@ def test_a_reply_that_was_left_does_no_harm_to_the_next(bundle: Path) -> None:
         del left
         found += [piece.tokens for piece in last]
     assert found == alone
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_pair_that_nobody_has_is_closed_and_none_twice(
+    bundle: Path, by_hand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, where a cell that loads a pair runs again."""
+    pair = edgespec.load(bundle)
+    next(pair.generate(QUESTION, max_new_tokens=4, draft_length=2))
+    freed: list[str] = []
+    for model in pair._pair.models:
+        monkeypatch.setattr(model.engine, "close", lambda: freed.append("model"))
+    if by_hand:
+        pair.close()
+    del pair
+    gc.collect()
+    assert freed == ["model", "model"]
 
 
 def test_a_closed_pair_says_so(bundle: Path) -> None:
