@@ -23,7 +23,7 @@ from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import cost_ratios, describe
 from edgespec.recipe.read import own_instructions, own_prompts, reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
-from edgespec.recipe.targets import FoundTarget, gguf_of
+from edgespec.recipe.targets import FoundTarget, gguf_of, gone
 from edgespec.stages import sources
 from edgespec.stages.own_gguf import own_file
 from edgespec.stages.record import Reads
@@ -84,9 +84,7 @@ class Build(ExportStages):
         if file and not (config.is_file() and own is not None and own.path == file.resolve()):
             gguf_target(name)  # the cache was emptied, or another build has read a copy of the file
         if not config.is_file():
-            raise InputError(
-                f"the {stage}'s folder {found['folder']} is gone; remove {self.out / stage} and run the same command again"
-            )
+            raise gone(stage, found, name, self.out / stage)
         return FoundTarget(**{**found, "folder": folder})
 
     def _writer_reads(self, target: Path) -> Reads:

@@ -22,6 +22,7 @@ from edgespec.model_folder.check import shape_in
 from edgespec.recipe.shipped import made_target
 
 TINY_CHAT = "tiny-chat"
+LOCAL = "local folder"  # the source of a target that was given as a folder
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class PipFile:
 
 @dataclass(frozen=True)
 class FoundTarget:
-    """A target on this disk. `source`: 'made here', 'local folder', the hub id and commit, or the GGUF file."""
+    """A target on this disk. `source`: 'made here', LOCAL, the hub id and commit, or the GGUF file."""
 
     name: str
     folder: Path
@@ -139,6 +140,13 @@ TARGETS = {
         Target("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", "3.08B", "Apache-2.0", alike_layers=False),
     )
 }
+
+
+def gone(what: str, found: Mapping[str, Any], name: str, stage: Path) -> InputError:
+    """Of a model that was found earlier: its folder is not there any more. `name`: what was given; `stage`: where it is noted."""
+    moved = found.get("source") == LOCAL and not Path(name).expanduser().is_dir()
+    cure = "put it back" if moved else f"remove {stage}"
+    return InputError(f"the {what}'s folder {found['folder']} is gone; {cure} and run the same command again")
 
 
 def is_hub_id(name: str) -> bool:

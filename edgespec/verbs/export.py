@@ -33,7 +33,7 @@ from edgespec.recipe.precisions import MIXED, PRECISIONS, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
-from edgespec.recipe.targets import FoundTarget
+from edgespec.recipe.targets import LOCAL, FoundTarget
 from edgespec.shell.environment import API_KEY
 from edgespec.stages.own_gguf import own_file
 from edgespec.stages.sources import held_out_of
@@ -176,7 +176,7 @@ def _found(name: str, what: str) -> FoundTarget:
     found = gguf_target(name)
     if found is None:
         folder = _folder(name, what)
-        found = FoundTarget(folder.resolve().name, folder, "local folder", licence_in(folder))
+        found = FoundTarget(folder.resolve().name, folder, LOCAL, licence_in(folder))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_models import make_model_folder
 
 from edgespec.building.pipeline import Build
 from edgespec.building.pipeline_export import ExportStages, Source
+from edgespec.core.errors import InputError
 from edgespec.core.files import write_json, write_jsonl
 from edgespec.recipe.schema import EvaluateOptions, GenerateOptions, Recipe
 from edgespec.recipe.targets import FoundTarget
@@ -41,6 +43,24 @@ def test_held_out_prompts_that_the_template_refuses_are_verified_joined(target: 
     assert stages._calibration_rows() == [encode_prompt(tokenizer, messages) for messages in asked]
     said = [[message["content"] for message in messages] for messages in stages._held_out(16)]
     assert said == [["Be kind.\n\nHi"], ["Hi\n\nthere"], ["Yo"]]
+
+
+def test_a_target_that_was_moved_is_put_back_and_one_that_moved_along_is_found_again(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is noted as a whole path. A name such as models/mine would else be asked of the hub."""
+    monkeypatch.chdir(tmp_path)
+    build = Build(Recipe(target=target.name), tmp_path / "out")
+    assert build._find("target", target.name).folder == target
+    (tmp_path / "new").mkdir()
+    target.rename(tmp_path / "new" / target.name)
+    with pytest.raises(InputError, match="target is gone; put it back and run the same command again"):
+        build._find("target", target.name)
+    monkeypatch.chdir(tmp_path / "new")
+    with pytest.raises(InputError, match=r"target is gone; remove .*target and run the same command again"):
+        build._find("target", target.name)
+    shutil.rmtree(tmp_path / "out" / "target")
+    assert build._find("target", target.name).folder == tmp_path / "new" / target.name
 
 
 @pytest.mark.parametrize("ends", [True, False])

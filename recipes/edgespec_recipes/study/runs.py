@@ -43,6 +43,7 @@ from edgespec.recipe.drafter import cost_ratios
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, reference_options
 from edgespec.recipe.schema import DistillOptions, EvaluateOptions, GenerateOptions, Recipe
 from edgespec.recipe.study_options import Arm, Study
+from edgespec.recipe.targets import gone
 from edgespec.stages import sources
 from edgespec.stages.record import Reads, clear_if_inputs_changed
 from edgespec.stages.stage import STAGE_FILE, run_stage
@@ -140,11 +141,10 @@ class Runs:
             found = self.resolve(base.target)
             return {"name": found.name, "folder": str(found.folder), "source": found.source}
 
-        self.target = Path(self.stage(out / "target", named, find, Reads())["folder"])
+        target = self.stage(out / "target", named, find, Reads())
+        self.target = Path(target["folder"])
         if not (self.target / "config.json").is_file():
-            raise InputError(
-                f"the target's folder {self.target} is gone; remove {out / 'target'} and run the same command again"
-            )
+            raise gone("target", target, base.target, out / "target")
         held_out = {f"tasks.{name}.held_out": task.held_out for name, task in tasks.items()}
         asked = {f"tasks.{name}.instructions": task.instructions for name, task in tasks.items()}
         plain = {name: to_mapping(task) for name, task in tasks.items()}

@@ -11,7 +11,7 @@ from edgespec.core.errors import DONE, EdgespecError, InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.model_folder.chat_template import MORE_TEMPLATES
 from edgespec.model_folder.check import refuse_quantised
-from edgespec.recipe.targets import TARGETS, TINY_CHAT, FoundTarget, is_hub_id
+from edgespec.recipe.targets import LOCAL, TARGETS, TINY_CHAT, FoundTarget, is_hub_id
 from edgespec_recipes.models.loading import TOKENIZER_FILES, check_model_folder, first_line, quiet
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.target_names.tiny_chat import build_tiny_chat
@@ -44,7 +44,7 @@ def resolve_target(name: str) -> FoundTarget:
     if target is not None and target.repo is not None:
         resolved = _from_hub(name, target.repo, target.licence)
     elif path.is_dir():
-        resolved = FoundTarget(path.resolve().name, path.resolve(), "local folder", "see the folder")
+        resolved = FoundTarget(path.resolve().name, path.resolve(), LOCAL, "see the folder")
     elif is_hub_id(name):
         resolved = _from_hub(name, name, "see the model's page")
     else:
