@@ -199,6 +199,8 @@ def read_manifest(folder: Path) -> Manifest:
         if (folder / "config.json").is_file() or (folder.suffix.lower() == ".gguf" and folder.is_file()):
             command = shell_line("edgespec", "build-drafter", "--target", folder)
             words = f"{folder} is a model and no pair: {command}, or export with --drafter SMALLER"
+        elif (inside := folder / "bundle" / MANIFEST).is_file():
+            words = f"{folder} is the folder of a build or an export, and its bundle is {inside.parent}: give that one"
         raise BundleError(words)
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BundleError(f"{path} is a link to {path.resolve()}, outside the bundle; {AGAIN}")

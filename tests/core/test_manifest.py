@@ -15,6 +15,7 @@ import pytest
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.manifest import (
+    MANIFEST,
     MAX_MANIFEST_BYTES,
     BundleFile,
     BundleModel,
@@ -334,3 +335,11 @@ def test_files_that_are_no_manifest(folder: Path, tmp_path: Path) -> None:
         open_manifest(folder)
     with pytest.raises(BundleError, match=r"is no bundle"):
         open_manifest(tmp_path / "nowhere")
+
+
+def test_the_folder_of_a_build_names_its_bundle(tmp_path: Path) -> None:
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / MANIFEST).write_text("{}")
+    with pytest.raises(BundleError) as error:
+        open_manifest(tmp_path)
+    assert str(error.value).endswith(f"its bundle is {tmp_path / 'bundle'}: give that one")
