@@ -68,7 +68,7 @@ def own_options(kind: type[T], given: Mapping[str, Any]) -> tuple[T, dict[str, A
 def read_options(given: dict[str, Any]) -> tuple[PlanOptions, Recipe]:
     """The plan's options (their target is a placeholder), and the recipe that build-drafter would run with the same flags."""
     options, flags = own_options(PlanOptions, given)
-    if is_this_machine(flags.get("device", "")):
+    if is_this_machine(str(flags.get("device", ""))):
         del flags["device"]
     recipe, file = read_recipe(options.recipe, flags)
     return replace(options, recipe=file.stem if file else ""), recipe

@@ -173,7 +173,8 @@ def _check_budget(options: ExportOptions) -> None:
 
 def _check_key(recipe: Recipe, given: dict[str, Any]) -> None:
     """Raise InputError where the user's key would go to a server that a recipe's file alone names."""
-    url, own = recipe.inference.url, underscored(given).get("inference", {}).get("url")
+    own = (underscored(given).get("inference") or {}).get("url")  # Python may give None
+    url = recipe.inference.url
     if url and url != own and os.environ.get(API_KEY):
         raise InputError(
             f"the recipe names the server {url!r}, and the key in {API_KEY} would be sent to it; "

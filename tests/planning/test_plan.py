@@ -15,6 +15,7 @@ from paper_plan import DRAFTER, PAPER, TARGET, planned
 from repository import PYTHONPATH, REPOSITORY
 
 from edgespec.cli import main
+from edgespec.core.errors import InputError
 from edgespec.core.metrics import acceptance_rate_of
 from edgespec.planning.estimate import PROMPT_TOKENS
 from edgespec.planning.hardware import GIB, THIS_MACHINE, Hardware
@@ -202,6 +203,8 @@ def test_plan_and_build_read_the_same_recipe() -> None:
     given = {"target": "tiny-chat", "seed": 3, "pretrain": {"steps": 7}}
     assert read_options(dict(given))[1] == build._read_options(dict(given))[0]
     assert isinstance(read_options({**given, "device": "this machine"})[1], Recipe)
+    with pytest.raises(InputError, match="device is empty; it must be a string"):  # from Python
+        read_options({**given, "device": None})
 
 
 PAGE = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")

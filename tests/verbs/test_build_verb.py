@@ -17,7 +17,7 @@ from edgespec.recipe.schema import InferenceOptions, Recipe
 from edgespec.recipe.targets import TARGETS
 from edgespec.shell.environment import API_KEY
 from edgespec.stages.stage import STAGE_FILE
-from edgespec.verbs.build import _room, claim
+from edgespec.verbs.build import _check_key, _room, claim
 
 GIB = 2**30
 SMOL = "smollm2-135m-instruct"
@@ -132,6 +132,12 @@ def test_a_key_goes_to_no_server_that_only_a_recipe_names(
     said = capsys.readouterr().err
     assert ("unknown target" if flag else "add --inference.url http://127.0.0.1:9 if") in said
     assert "secret" not in said
+
+
+def test_a_section_without_options_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `edgespec.build(..., inference=None)` in Python."""
+    monkeypatch.setenv(API_KEY, "secret")
+    _check_key(Recipe(target="t"), {"inference": None})
 
 
 def test_a_servers_address_is_no_command_of_a_shell(
