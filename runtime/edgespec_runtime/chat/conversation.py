@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from edgespec.core.errors import InputError
 from edgespec_runtime.decoding.options import SHIFT, AnyOptions
-from edgespec_runtime.engines.cached_engine import CachedEngine, most_kept
+from edgespec_runtime.engines.cached_engine import CachedEngine, common_length, most_kept
 from edgespec_runtime.text.tokenizer import LIKELY, ChatTokenizer, Message
 
 KEPT = 0.75  # of a full context's room: were it all of it, every later turn would move the text and be computed whole
@@ -169,5 +169,5 @@ def keeping_system(
     check_size(tokenizer, "the system prompt", [system], target.engine.context_length)
     first = {"role": "system", "content": system}
     one, other = (tokenizer.encode_chat([first, {"role": "user", "content": text}]) for text in "ab")
-    common = next(place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    common = common_length(one, other)  # of a stranger's tokenizer or template it may be all
     return dataclasses.replace(options, keep=min(common, most_kept(target.engine.context_length)))

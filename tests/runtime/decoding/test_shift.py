@@ -236,3 +236,12 @@ def test_a_chat_keeps_its_system_prompt(pair: Pair, capsys: pytest.CaptureFixtur
     options = keeping_system(chat.options, pair.tokenizer, "Be kind. " * 40, pair.target)
     assert options.keep == 31  # a system prompt longer than half the context is kept by half
     assert keeping_system(chat.options, pair.tokenizer, "", pair.target).keep is None
+
+
+def test_a_template_that_writes_always_the_same_is_no_traceback(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's; also a tokenizer that knows neither a nor b."""
+    monkeypatch.setattr(pair.tokenizer, "encode_chat", lambda messages: [5, 6, 7])
+    how = DecodingOptions(when_full="shift")
+    assert keeping_system(how, pair.tokenizer, "Be kind.", pair.target).keep == 3
