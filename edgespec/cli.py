@@ -284,6 +284,14 @@ def _reader_left(error: Exception) -> bool:
     return isinstance(error, BrokenPipeError)
 
 
+def _current_folder() -> str:
+    """'' where it was removed: then no relative path leads anywhere."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the exit code; every expected error becomes one line on stderr."""
     forgive_streams()
@@ -314,7 +322,10 @@ def _code_of(arguments: list[str]) -> int:
     except Exception as error:
         if _reader_left(error):
             return DONE
-        message = write_error(os.getcwd(), error, within=True)
+        here = _current_folder()
+        message = write_error(here or os.curdir, error, within=True)
+        if isinstance(error, FileNotFoundError) and not here:
+            message = InputError("the current folder is gone; go to one that is there, then run the same command again")
         if str(error).startswith("Could not determine home directory"):  # pathlib's, also of '~name'
             message = InputError(
                 "a home directory is not known here: write paths without '~', and set EDGESPEC_HOME and EDGESPEC_CONFIG"
