@@ -185,7 +185,7 @@ class Pair:
 
 
 class Chat:
-    """A conversation with a pair. `messages`: the finished turns, user and assistant alternating."""
+    """A conversation with a pair. `messages`: a copy of the finished turns, user and assistant alternating."""
 
     def __init__(self, pair: Pair, system: str) -> None:
         from edgespec_runtime.chat.conversation import Conversation
@@ -195,7 +195,7 @@ class Chat:
 
     @property
     def messages(self) -> list[Message]:
-        return self._conversation.messages
+        return [{**message} for message in self._conversation.messages]  # the cache's ids belong to its own
 
     def send(self, text: str, *, draft: bool = True, **options: Any) -> Generator[Piece, None, None]:
         """The reply to `text`, as `Pair.generate` gives it. Where the context is full, the model no longer reads the oldest

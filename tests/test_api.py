@@ -82,6 +82,19 @@ def test_a_chat_remembers_its_turns_also_one_that_was_left(bundle: Path) -> None
     assert chat.messages[2]["content"] == "And a tuple?"
 
 
+def test_who_changes_the_messages_of_a_chat_changes_a_copy(bundle: Path) -> None:
+    """Else the next prompt would have turns that are gone, or none to go on from."""
+    with edgespec.load(bundle) as pair:
+        chat = pair.chat()
+        list(chat.send(QUESTION, max_new_tokens=4, draft_length=2))
+        turns = chat.messages
+        chat.messages.clear()
+        chat.messages[0]["content"] = "another"
+        list(chat.send("And a tuple?", max_new_tokens=4, draft_length=2))
+        assert chat.messages[:2] == turns
+        assert len(chat.messages) == 4
+
+
 @pytest.mark.parametrize(
     "another",
     [
