@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.free_space import folder_at
 from edgespec.core.no_room import write_error
-from edgespec.core.texts import check_json
+from edgespec.core.texts import check_json, unwritable
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 MAX_JSON_DEPTH = 64
@@ -62,7 +62,15 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode("utf-8"))
+    """Raises InputError for what UTF-8 cannot write, as the name of a folder around ours may be, which nobody typed."""
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"cannot write {path}: {unwritable(text)}, which UTF-8 cannot write; if it is a folder's or a file's name, rename "
+            "it, then run the same command again"
+        ) from error
+    write_bytes(path, data)
 
 
 def write_array(stream: BinaryIO, values: Any) -> None:

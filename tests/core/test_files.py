@@ -257,3 +257,12 @@ def test_blocks_are_shared_where_the_file_system_can(tmp_path: Path, monkeypatch
     assert shares_blocks(tmp_path)
     monkeypatch.undo()
     assert shares_blocks(tmp_path) == truth
+
+
+def test_a_folders_name_that_utf8_cannot_write_is_one_line(tmp_path: Path) -> None:
+    """Of the project, on a disk from another system: nobody typed it, and stages note where a target lies."""
+    odd = os.fsdecode(b"/home/me/B\xfccher/target")
+    words = r"stage.json: the text has .*udcfccher.*; if it is a folder's .* rename it"
+    with pytest.raises(InputError, match=words):
+        write_json(tmp_path / "stage.json", {"folder": odd})
+    assert not list(tmp_path.iterdir())
