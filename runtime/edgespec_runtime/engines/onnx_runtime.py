@@ -61,6 +61,7 @@ class InPlaceGraph:
         self._rebind(1)
 
     def _rebind(self, count: int) -> None:
+        self._bound = 0  # none is right before all are: Ctrl-C may come between two
         for how, name, dtype, shape, address in self._rows:
             how(name, "cpu", 0, dtype, (1, count, *shape), address)
         self._bound = count

@@ -6,8 +6,10 @@ import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from altered_bundle import change
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
@@ -44,6 +46,22 @@ def test_a_head_is_closed_too(bundle: Path, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(BundleError, match="tokenizer"):
         open_pair(copy, LoadOptions(threads=1), manifest=manifest)
     head.close.assert_called_once_with()
+
+
+def test_ctrl_c_between_two_tensors_of_a_pass_leaves_an_engine_to_go_on_with(bundle: Path) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with closing(open_pair(bundle, LoadOptions(threads=1), with_draft=False)) as pair:
+        engine: Any = pair.target.engine
+        wanted = engine.forward([1, 2]).copy()
+        engine.rewind(0)
+        first, (_, *second), *others = rows = engine._rows
+        engine._rows = [first, (interrupted, *second), *others]
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward([3])
+        engine._rows = rows
+        assert np.array_equal(engine.forward([1, 2]), wanted)
 
 
 def test_the_context_is_the_models_own_up_to_a_bound(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
