@@ -133,7 +133,8 @@ class LastChat:
     def keep(self, conversation: Conversation) -> None:
         """Write it; the oldest chats of other bundles go. Raises InputError where it cannot be written."""
         with writing(self._folder):
-            self._folder.mkdir(exist_ok=True, mode=0o700)
+            for folder in (self._folder.parent, self._folder):  # the cache may be emptied while a chat goes on
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_bytes(self.path, dumped(conversation, self._bundle)[0])
             os.chmod(self.path, 0o600)
             files = sorted(self._folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)

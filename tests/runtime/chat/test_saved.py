@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import stat
 import sys
 from dataclasses import replace
@@ -113,6 +114,15 @@ def test_a_long_chat_is_kept_without_its_oldest_turns(
     assert 0 < len(again.messages) < 400
     assert again.messages[0]["role"] == "user"
     assert again.messages[-2]["content"] == "199 word"
+
+
+def test_a_chat_is_kept_also_where_the_cache_was_emptied_meanwhile(bundle: Path, manifest: Manifest) -> None:
+    last = last_chat(manifest)
+    shutil.rmtree(state_folder().parent)
+    last.keep(conversation(bundle, 1))
+    assert last.path.exists()
+    for folder in (last.path.parent, last.path.parent.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_of_many_bundles_the_newest_chats_are_kept(
