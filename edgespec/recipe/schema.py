@@ -68,7 +68,8 @@ class InferenceOptions:
         choices=("auto", "ids", "text"),
     )
     parallel: int = knob(8, "server: requests at once", at_least=1, at_most=256)
-    timeout: float = knob(600.0, "server: seconds to wait for an answer", at_least=0.1)
+    # at most: a socket counts its milliseconds in 31 bits
+    timeout: float = knob(600.0, "server: seconds to wait for an answer", at_least=0.1, at_most=2e6)
     retries: int = knob(5, "server: retries after a temporary failure, after 1, 2, 4 ... seconds", at_least=0)
 
 

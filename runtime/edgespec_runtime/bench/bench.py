@@ -156,6 +156,7 @@ def runs_of(
         chosen = Schedules(pair, note).of(how[AUTO])
     start = perf_counter()
     planned, rounds, done = len(dialogues), 1, 0
+    most = planned * max(options.repeats, MOST_REPEATS)  # also where there is no end of seconds
     while done < planned * rounds:
         repeat, index = divmod(done, planned)
         dialogue, runs = dialogues[index], []
@@ -172,7 +173,7 @@ def runs_of(
                 dialogue.answer(reply)
         done += 1
         if not repeat:
-            affordable = int(options.seconds * done / (perf_counter() - start))
+            affordable = int(min(options.seconds * done / (perf_counter() - start), most))
             fitting = affordable // max(1, options.repeats)
             planned = min(len(dialogues), max(least, fitting, done))
             rounds = options.repeats or min(max(1, affordable // planned), MOST_REPEATS)

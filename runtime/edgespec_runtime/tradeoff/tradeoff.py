@@ -209,7 +209,7 @@ class Answers:
                 scores = {reply: self.scores(prompt, ids, reply, own) for reply in replies}
                 trials += [Trial(**vars(run), arm=arm.name, scores=scores[run.reply]) for arm, run in runs]
                 done = index + 1
-                affordable = int(options.seconds / ((perf_counter() - start) / done))
+                affordable = int(min(options.seconds / ((perf_counter() - start) / done), len(prompts)))
                 planned = min(len(prompts), max(LEAST_PROMPTS, affordable, done))
                 bar.total = planned * size
                 if done >= planned:

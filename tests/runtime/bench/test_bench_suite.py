@@ -245,6 +245,12 @@ def test_a_tilde_is_the_home_folder(
     assert (tmp_path / "bench.png").is_file()
 
 
+def test_seconds_without_end_run_every_prompt(pair: Pair) -> None:
+    how = options(seconds=math.inf, repeats=1)
+    asked = questions_for(pair, how, [Question((f"Say {place}",)) for place in range(2 * LEAST_PROMPTS)])
+    assert len(list(runs_of(pair, asked.dialogues, how, asked.least))) == 2 * LEAST_PROMPTS
+
+
 def test_every_category_is_run_whatever_time_it_takes(pair: Pair) -> None:
     questions = [Question((f"Say {place}",), category="ab"[place // 8]) for place in range(16)]
     asked = questions_for(pair, options(), questions)

@@ -175,6 +175,10 @@ def test_a_tilde_is_the_home_folder(measured: Path, tmp_path: Path, monkeypatch:
     assert (tmp_path / "t.png").is_file()
 
 
+def test_seconds_without_end_run_every_prompt(bundle: Path) -> None:
+    assert main(["tradeoff", str(bundle), *SHORT, "--rules", "lossless", "--seconds", "inf"]) == 0
+
+
 def prompts_file(path: Path, references: list[Any]) -> Path:
     rows = [{"instruction": "Count: 1 2 3", **({} if r is None else {"reference": r})} for r in references]
     write_jsonl(path, rows)
