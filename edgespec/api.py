@@ -42,8 +42,9 @@ def load(bundle: str | Path, *, engine: str = "", precision: str = "", **options
 
     folder = Path(bundle_of(str(bundle)))
     manifest = open_manifest(folder, hashes=False)
-    context = manifest.device.get("context")
-    given = {"engine": engine, "precision": precision, "context": context, **options}
+    given: dict[str, Any] = {"engine": engine, "precision": precision, **options}
+    if given.get("context") is None:  # absent, or passed on by a caller who has none
+        given["context"] = manifest.device.get("context")
     return Pair(open_pair(folder, from_mapping(LoadOptions, given), manifest=manifest))
 
 

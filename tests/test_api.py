@@ -268,8 +268,9 @@ def test_a_devices_context_and_draft_length_stand_below_those_given(bundle: Path
         for options, words in (({"context": 32}, "context"), ({"rule": 3}, "rule is 3")):
             with pytest.raises(InputError, match=words):
                 next(pair.generate(QUESTION, **options))
-    with edgespec.load(tmp_path / "device", context=32) as pair:
-        assert pair._pair.target.engine.context_length == 32
+    for context, length in ((32, 32), (None, 64)):
+        with edgespec.load(tmp_path / "device", context=context) as pair:
+            assert pair._pair.target.engine.context_length == length
 
 
 def test_unknown_options_are_refused_by_name(bundle: Path) -> None:
