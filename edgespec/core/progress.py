@@ -135,8 +135,9 @@ def progress(label: str, total: float | None, unit: str = "steps", done: float =
 
     unit: what is counted, in the plural. Of several processes only the first shows one.
     """
-    drawn = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    kind = Bar if is_quiet() else _Drawn if drawn else _Lines
+    silent = is_quiet() or sys.stderr is None  # in a program of Python without a console
+    drawn = not silent and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    kind = Bar if silent else _Drawn if drawn else _Lines
     bar = kind(label, total, unit, done)
     try:
         yield bar

@@ -148,6 +148,14 @@ def test_what_is_short_or_unwanted_says_nothing(
     assert lines(capsys) == []
 
 
+def test_a_program_without_a_console_has_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has None for its standard error, as in a Windows program that loads a large bundle."""
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress("load the models", 10, "MiB") as bar:
+        bar.update(4)
+    assert bar.n == 4
+
+
 def test_a_step_that_is_silent_says_after_a_while_that_it_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
