@@ -18,6 +18,7 @@ from typing import Any
 from edgespec.core.errors import naming_extras
 from edgespec.core.manifest import open_manifest
 from edgespec.core.options import from_mapping
+from edgespec.core.output import write_result
 from edgespec.loaded_pair import Chat as Chat
 from edgespec.loaded_pair import Pair
 from edgespec.verbs.ready import bundle_of
@@ -57,7 +58,9 @@ def plan(target: str, recipe: str = "", **options: Any) -> dict[str, Any]:
     from edgespec.planning.plan_report import as_json
 
     how, chosen = read_options({"target": target, "recipe": recipe, **options})
-    return as_json(make(chosen, how))
+    found = as_json(make(chosen, how))
+    write_result(how.json, found)
+    return found
 
 
 @naming_extras("edgespec.build")
@@ -99,4 +102,7 @@ def verify(bundle: str | Path, **options: Any) -> dict[str, Any]:
     """
     from edgespec_export.verify.bundle import Options, verify_bundle
 
-    return verify_bundle(from_mapping(Options, {"bundle": bundle_of(str(bundle)), **options}))
+    how = from_mapping(Options, {"bundle": bundle_of(str(bundle)), **options})
+    found = verify_bundle(how)
+    write_result(how.json, found)
+    return found

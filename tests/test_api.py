@@ -289,10 +289,18 @@ def test_export_and_verify_from_python(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("HOME", str(tmp_path))
     made = edgespec.export(target, drafter, out="~/out", precisions=["fp32"], formats=["onnx"])
     assert made == tmp_path / "out" / "bundle"
-    found = edgespec.verify(made, models=[str(target), str(drafter)], acceptance_prompts=0)
+    file, models = tmp_path / "verify.json", [str(target), str(drafter)]
+    found = edgespec.verify(made, models=models, acceptance_prompts=0, json=str(file))
     assert found["broken"] == []
+    assert json.loads(file.read_text())["hashes"] == found["hashes"]
     with edgespec.load(made) as pair:
         assert list(pair.generate(QUESTION, max_new_tokens=2, draft_length=1))
+
+
+def test_a_plan_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    found = edgespec.plan("tiny-chat", gpus="1xH100", device="laptop-cpu-x86", json=str(file))
+    assert len(json.loads(file.read_text())["stages"]) == len(found["stages"]) > 0
 
 
 def test_an_extra_that_is_not_installed_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
