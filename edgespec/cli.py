@@ -325,7 +325,9 @@ def _code_of(arguments: list[str]) -> int:
         here = _current_folder()
         message = write_error(here or os.curdir, error, within=True)
         if isinstance(error, FileNotFoundError) and not here:
-            message = InputError("the current folder is gone; go to one that is there, then run the same command again")
+            message = InputError(
+                "the current folder is gone; go to one that is there, then run the same command again"
+            )
         if str(error).startswith("Could not determine home directory"):  # pathlib's, also of '~name'
             message = InputError(
                 "a home directory is not known here: write paths without '~', and set EDGESPEC_HOME and EDGESPEC_CONFIG"

@@ -157,7 +157,10 @@ def test_round_trip() -> None:
         ({"target": "a", "distill": {"learning_rate": 10**400}}, "a number"),
         ({"target": "a", "distill": {"divergence": "tvd+"}}, "did you mean 'tvd"),
         ({"target": "a", "distill": {"learning_rate": float("nan")}}, "at least"),
-        ({"target": "a", "inference": {"timeout": float("inf")}}, "timeout is inf; it must be at most 2000000"),
+        (
+            {"target": "a", "inference": {"timeout": float("inf")}},
+            "timeout is inf; it must be at most 2000000",
+        ),
         ({"target": "a", "generate": {"top_p": 0}}, "generate.top_p is 0"),
         ({"target": "a", "generate": {"temperatures": [0.3, -1]}}, "temperatures is -1"),
         ({"target": "a", "evaluate": {"draft_lengths": [0]}}, "draft_lengths is 0; it must be at least 1"),

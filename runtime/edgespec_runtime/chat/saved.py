@@ -52,7 +52,7 @@ def dumped(conversation: Conversation, bundle: str) -> tuple[bytes, int]:
         data = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
         if len(data) <= MAX_BYTES or not turns:
             return data, len(turns) // 2
-        turns = turns[2 * (1 + len(turns) // 8) :]  # an eighth at a time: every try writes all of it
+        turns = turns[2 * (1 + len(turns) // 8) :]  # a quarter at a time: every try writes all of it
 
 
 def restored(value: Any, where: Path) -> tuple[str, list[Message]]:
@@ -133,7 +133,10 @@ class LastChat:
     def keep(self, conversation: Conversation) -> None:
         """Write it; the oldest chats of other bundles go. Raises InputError where it cannot be written."""
         with writing(self._folder):
-            for folder in (self._folder.parent, self._folder):  # the cache may be emptied while a chat goes on
+            for folder in (
+                self._folder.parent,
+                self._folder,
+            ):  # the cache may be emptied while a chat goes on
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_bytes(self.path, dumped(conversation, self._bundle)[0])
             os.chmod(self.path, 0o600)

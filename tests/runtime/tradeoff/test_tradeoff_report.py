@@ -198,4 +198,6 @@ def test_a_link_to_a_picture_is_written_as_markdown_has_it_on_windows_too() -> N
     assert link_to("docs/t.png", "docs/page.md") == "t.png"
     assert link_to("docs/t.png", "page.md") == link_to("docs/t.png", "") == "docs/t.png"
     assert link_to(r"C:\work\docs\t.png", r"C:\work\page.md", ntpath) == "docs/t.png"
-    assert link_to(r"D:\t.png", r"C:\work\page.md", ntpath) == "D:/t.png"  # no way leads from one drive to another
+    assert (
+        link_to(r"D:\t.png", r"C:\work\page.md", ntpath) == "D:/t.png"
+    )  # no way leads from one drive to another
