@@ -92,8 +92,8 @@ def _full(error: BaseException, *, windows: bool = sys.platform == "win32") -> t
     """(what is full, bytes that were to be written or 0) where an error says so, by its number or in words."""
     words = str(error)
     numbers = [error.errno] if isinstance(error, OSError) else []
-    for number in map(int, re.findall(r"\(os error (\d+)\)", words)):  # Rust: safetensors, tokenizers
-        numbers.append(errno.ENOSPC if windows and number in _WINDOWS_FULL else number)
+    for told in map(int, re.findall(r"\(os error (\d+)\)", words)):  # Rust: safetensors, tokenizers
+        numbers.append(errno.ENOSPC if windows and told in _WINDOWS_FULL else told)
     for number in numbers:
         if number in _FULL:
             return _FULL[number], 0
