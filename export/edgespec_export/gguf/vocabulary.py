@@ -11,6 +11,7 @@ split text: edgespec gives it token ids.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,7 +145,7 @@ def _whole_vocabulary(model_folder: Path, config: dict[str, Any], vocab_size: in
 
 
 def _of_json(path: Path, model_file: Path, vocab_size: int) -> Keys:
-    """A tokenizer.json; the scores of SentencePiece are in the tokenizer.model that it was made from, where there is one."""
+    """A tokenizer.json; the scores of SentencePiece are in the tokenizer.model that it was made from, where its merges follow it."""
     spec = read_json(path)
     model, added = spec["model"], spec.get("added_tokens", ())
     steps, normalizers = (_steps(spec.get(part)) for part in ("pre_tokenizer", "normalizer"))
@@ -161,10 +162,7 @@ def _of_json(path: Path, model_file: Path, vocab_size: int) -> Keys:
         pre = _pre_tokenizer(steps, normalizers, path)
         joined = [" ".join(merge) for merge in merges]
         return {"model": "gpt2", "pre": pre, **tables, "merges": joined}, False, False
-    if model_file.exists():
-        known = {piece.piece: float(piece.score) for piece in _read_model(model_file).pieces}
-    else:
-        known = _scores_of_merges(merges, model["vocab"], path)
+    known = _scores_of_model(model_file, merges) or _scores_of_merges(merges, model["vocab"], path)
     prefix = any(
         step["type"] == "Prepend"
         or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
@@ -265,6 +263,19 @@ def _sentencepiece(tables: Tables, scores: list[float], unknown: str, added: Add
     # whether added tokens take the white space to their right, in a vocabulary that llama.cpp can do that for
     swallows = any(token.get("rstrip") for token in added) and set(tokens) >= _STRIPPERS
     return {"model": "llama", "pre": "default", **tables, "scores": scores}, prefix, swallows
+
+
+def _scores_of_model(model_file: Path, merges: Sequence[Sequence[str]]) -> dict[str, float]:
+    """The scores of a tokenizer.model; {} where there is none, or where the merges come in another order.
+
+    transformers 5 makes merges of a tokenizer.model in the order of its ids, and then joins a run of spaces before all else. A
+    model is trained with the merges that its tokenizer.json has, so these count.
+    """
+    if not model_file.exists():
+        return {}
+    known = {piece.piece: float(piece.score) for piece in _read_model(model_file).pieces}
+    ranked = [known.get("".join(merge), _ADDED_SCORE) for merge in merges]
+    return known if all(one >= other for one, other in pairwise(ranked)) else {}
 
 
 def _scores_of_merges(

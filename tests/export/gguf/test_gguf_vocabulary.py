@@ -63,6 +63,20 @@ def test_llama_2(shared: Path, tmp_path: Path, source: str) -> None:
 
 
 @pytest.mark.llamacpp
+def test_merges_in_another_order_than_the_scores_count(shared: Path, tmp_path: Path) -> None:
+    """transformers 5 makes them of a tokenizer.model by id, so that a run of spaces is joined first."""
+    folder = sentencepiece_folder(shared, tmp_path / "model", LLAMA2)
+    pieces = original(shared, "llama-spm")["tokens"]
+    tokenizer = merged(pieces, [-float(index) for index in range(len(pieces))])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    joined = {spaces: f"a{' ' * spaces}b" for spaces in (1, 2, 3, 15, 16, 17, 100, 400)}
+    with written(read_vocabulary(folder, {"vocab_size": 32000}), tmp_path / "vocabulary.gguf") as split:
+        for text in (*joined.values(), "def f(x):\n" + " " * 16 + "return x"):
+            assert split(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
+        assert split(joined[16]) == [263, 462, 29890]  # SentencePiece itself: [263, 18884, 289]
+
+
+@pytest.mark.llamacpp
 def test_phi_3(shared: Path, tmp_path: Path) -> None:
     """Llama 2's pieces and 67 added tokens that swallow the white space after them."""
     wanted = original(shared, "phi-3")
