@@ -145,7 +145,7 @@ def _whole_vocabulary(model_folder: Path, config: dict[str, Any], vocab_size: in
 
 
 def _of_json(path: Path, model_file: Path, vocab_size: int) -> Keys:
-    """A tokenizer.json; the scores of SentencePiece are in the tokenizer.model that it was made from, where its merges follow it."""
+    """A tokenizer.json; SentencePiece's scores are in the tokenizer.model that it was made from, where its merges follow it."""
     spec = read_json(path)
     model, added = spec["model"], spec.get("added_tokens", ())
     steps, normalizers = (_steps(spec.get(part)) for part in ("pre_tokenizer", "normalizer"))
