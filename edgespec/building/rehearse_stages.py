@@ -61,7 +61,7 @@ class RehearsalOptions:
     def recipe(self, out: Path, name: str, shape: ModelShape) -> Recipe:
         """RECIPE with the rehearsal's own files and numbers; `name`: the target's."""
         data = out / WEIGHTS
-        instructions, context = str(data / "instructions.jsonl"), min(self.context, shape.context_length)
+        context = min(self.context, shape.context_length)
         kept = 2 * shape.embedding_parameters * (2 - shape.tied) + 2 * shape.hidden
         memory = f"cpu={round(OFFLOAD_ROOM * kept) // 1024 + 64}KiB"
         own = {
@@ -73,12 +73,12 @@ class RehearsalOptions:
                 "context": context,
             },
             "generate": {
-                "instructions": [instructions],
+                "instructions": [str(data / "instructions.jsonl")],
                 "prompts": self.responses,
                 "max_new_tokens": self.max_new_tokens,
             },
             "distill": {"steps": self.distill_steps, "context": context},
-            "evaluate": {"prompts_file": instructions},
+            "evaluate": {"prompts_file": str(data / "held_out.jsonl")},
         }
         return from_mapping(Recipe, merge(parse_yaml(RECIPE, "RECIPE"), own))
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
 from jinja2 import TemplateError
 
 from edgespec.core.errors import InputError
+from edgespec.core.output import note
 from edgespec.core.progress import progress
 from edgespec.recipe.data_sources import HUB, BuildData
 from edgespec.recipe.schema import PYTHON_STDLIB
@@ -168,20 +170,30 @@ def check_data(data: BuildData, strict: bool = False) -> dict[str, Any]:
 
     A text of gigabytes takes minutes here; tokenising it takes longer. Text on the hub is not read ahead: it may have no end.
 
-    Returns how many documents and conversations each holds. Raises InputError (and MissingExtra) as their readers do, and for
-    fewer than two held-out prompts; with `strict` for a conversation with turns of tools too.
+    Notes held-out prompts that the drafter learns from too. Returns how many documents and conversations each source holds.
+    Raises InputError (and MissingExtra) as their readers do, and for fewer than two held-out prompts; with `strict` for a
+    conversation with turns of tools too.
     """
     counts: dict[str, Any] = {}
+    asked: dict[str, list[int]] = {}  # hashes: the text of a million conversations is not held twice
     for name, source in data.prompts.items():
         if source != PYTHON_STDLIB:
-            count = len(read_conversations(source, strict))
-            if name == MEASURED and count < FEWEST_MEASURED:
+            asked[name] = [hash(str(one.messages)) for one in read_conversations(source, strict)]
+            if name == MEASURED and len(asked[name]) < FEWEST_MEASURED:
                 raise InputError(
-                    f"{source} has {count} conversations; an interval over held-out prompts needs {FEWEST_MEASURED} at least"
+                    f"{source} has {len(asked[name])} conversations; an interval over held-out prompts needs "
+                    f"{FEWEST_MEASURED} at least"
                 )
-            counts[name] = {"conversations": count}
     for name, source in data.replies.items():
-        counts[name] = {"conversations": len(read_answered(source, strict))}
+        asked[name] = [hash(str(one.messages)) for one in read_answered(source, strict)]
+    counts |= {name: {"conversations": len(prompts)} for name, prompts in asked.items()}
+    held_out = set(asked.pop(MEASURED, []))
+    if known := len(held_out.intersection(chain(*asked.values()))):
+        note(
+            f"Note: {known:,} of the {len(held_out):,} held-out prompts in {data.prompts[MEASURED]} are also among those that the "
+            "drafter learns from, so the measured acceptance may be too high. "
+            f"Name other prompts in {MEASURED}, or self: the target writes them"
+        )
     for name, source in data.texts.items():
         if source != PYTHON_STDLIB and not source.startswith(HUB):
             with progress(f"read {source}", None, "documents") as bar:

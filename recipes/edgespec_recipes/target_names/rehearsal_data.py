@@ -34,6 +34,7 @@ INSTRUCTIONS = (
     "Write one line about the sea.",
     "How do I open a file in Python?",
 )
+HELD_OUT = ("What is a loop?", "Name two colours.")
 
 
 def write_tokenizer(folder: Path, vocab_size: int, source: Path | None) -> str:
@@ -83,8 +84,9 @@ def _sources(characters: int) -> Iterator[str]:
 
 
 def write_data(folder: Path, tokens: int) -> dict[str, Any]:
-    """`folder`/text.jsonl with enough text for so many tokens, `folder`/instructions.jsonl; returns their sizes."""
+    """`folder`/text.jsonl with enough text for so many tokens, instructions.jsonl, held_out.jsonl; returns sizes."""
     documents = [{"text": text} for text in _sources(LETTERS_OF_A_TOKEN * tokens)]
     write_jsonl(folder / "text.jsonl", documents)
-    write_jsonl(folder / "instructions.jsonl", [{"instruction": text} for text in INSTRUCTIONS])
+    for name, texts in (("instructions", INSTRUCTIONS), ("held_out", HELD_OUT)):
+        write_jsonl(folder / f"{name}.jsonl", [{"instruction": text} for text in texts])
     return {"documents": len(documents), "instructions": len(INSTRUCTIONS)}

@@ -94,6 +94,27 @@ def test_one_held_out_prompt_is_refused_before_training(tmp_path: Path) -> None:
         check_data(BuildData(prompts={"evaluate.prompts_file": str(file)}))
 
 
+def test_held_out_prompts_that_the_drafter_learns_from_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file for both, the same prompt in another file, and answered conversations; prompts of their own say nothing."""
+    seeds, held_out, answered = (tmp_path / f"{name}.jsonl" for name in ("seeds", "held_out", "answered"))
+    write_jsonl(seeds, [{"instruction": f"Say {letter}"} for letter in "ABC"])
+    write_jsonl(held_out, [{"prompt": f"Say {letter}"} for letter in "CDE"])
+    write_jsonl(answered, [{"instruction": f"Say {letter}", "output": letter} for letter in "EFG"])
+    learned = {"generate.instructions": str(seeds)}
+
+    def told(prompts: Path, replies: dict[str, str]) -> str:
+        check_data(BuildData(prompts={**learned, "evaluate.prompts_file": str(prompts)}, replies=replies))
+        return capsys.readouterr().err
+
+    assert "Note: 3 of the 3 held-out prompts" in told(seeds, {})
+    assert f"Note: 1 of the 3 held-out prompts in {held_out} are also" in told(held_out, {})
+    assert "Note: 2 of the 3 held-out prompts" in told(held_out, {"distill.fixed": str(answered)})
+    write_jsonl(held_out, [{"prompt": f"Say {letter}"} for letter in "XYZ"])
+    assert told(held_out, {"distill.fixed": str(answered)}) == ""
+
+
 def test_the_standard_library_has_seeds_and_held_out_prompts() -> None:
     for split, name in STDLIB_FILES.items():
         assert read_prompts(PYTHON_STDLIB, split) == read_chats(stdlib_corpus() / name)
