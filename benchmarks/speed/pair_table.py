@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed.pair_table BUNDLE [--files onnxruntime:int8,llama.cpp:q4_1] [--temperatures 0,0.7,1] [--each 20]
                                     [--new 128] [--draft-lengths 1,2] [--alone] [--beside FILE.gguf ...]
-                                    [--transformers FOLDER] [--json FILE.json]
+                                    [--transformers FOLDER [--assistant DRAFTER]] [--json FILE.json]
 
     edgespec export --target FILE.gguf --drafter HEAD --precisions int8,int4,q4_1 --out build/all   # FILE.gguf is in Q4_1
     edgespec export --target FOLDER --drafter HEAD --precisions q8_0,q4_k_m --out build/gguf        # FOLDER: float weights
@@ -10,9 +10,9 @@
 Every question of the built-in suite (`--each` of a kind) is answered once by every rival of a file, in an order of its own.
 Rivals are edgespec's plain decoding, its fixed draft lengths and its chosen one; for a GGUF file also llama.cpp's own loop and
 llama-cpp-python's prompt lookup, unless `--alone`; with `--beside` llama.cpp's own loop on other files, which may then use flash
-attention where it likes; with `--transformers` the same target in torch, plain and with prompt lookup. Tokens a second count from
-the first token on. All figures are medians over questions, with 95 % bootstrap intervals. With `--json` a run that was cut off
-goes on at its next question, also with a larger `--each`.
+attention where it likes; with `--transformers` the same target in torch, plain, with prompt lookup, and with `--assistant` in assisted
+generation, as transformers sets it up. Tokens a second count from the first token on. All figures are medians over questions,
+with 95 % bootstrap intervals. With `--json` a run that was cut off goes on at its next question, also with a larger `--each`.
 
 Tables: what drafts gain, with τ of the chosen ones and α of the longest fixed ones at each position; the chosen drafts by kind of
 question; tokens a second beside the other programs; with `--beside`, edgespec against these files.
@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from edgespec_runtime.bench.suite import read_suite, round_robin
 from edgespec_runtime.chooser.pair_schedule import Schedules
@@ -44,7 +45,7 @@ from edgespec.model_folder.config import read_config
 from edgespec.recipe.devices import LLAMACPP, OPENVINO, STATIC
 
 PLAIN, CHOSEN, LOOP, LOOKUP = "plain", "γ chosen", "llama.cpp", "llama.cpp prompt lookup"
-TORCH, TORCH_LOOKUP = "transformers", "transformers prompt lookup"
+TORCH, TORCH_LOOKUP, TORCH_ASSISTED = "transformers", "transformers prompt lookup", "transformers assisted"
 AUTO = -1  # llama.cpp decides whether it uses flash attention
 FREE = ("files", "temperatures", "each", "json")  # options that what is kept of a question does not depend on
 LOOKED_UP = 2  # tokens of transformers' prompt lookup, as of llama-cpp-python's
@@ -68,14 +69,14 @@ class Measured:
             self.counts.setdefault(name, RawCounts()).add(counted or RawCounts())
 
 
-def in_torch(folder: Path, new: int, threads: int, *, lookup: bool) -> Run:
-    """transformers' generate on the float weights of a folder."""
+def in_torch(given: argparse.Namespace) -> dict[str, Run]:
+    """transformers' generate on float weights: plain, with prompt lookup, and with a drafter where one is given."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from edgespec_recipes.models.loading import load_model
     from transformers.generation.streamers import BaseStreamer
 
-    torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.set_num_threads(given.threads)
+    model = load_model(given.transformers)
 
     class Counted(BaseStreamer):
         def __init__(self) -> None:
@@ -89,19 +90,23 @@ def in_torch(folder: Path, new: int, threads: int, *, lookup: bool) -> Run:
         def end(self) -> None:
             pass
 
-    def run(prompt: Sequence[int], temperature: float) -> tuple[float, RawCounts | None]:
+    def run(
+        prompt: Sequence[int], temperature: float, drafts: dict[str, Any]
+    ) -> tuple[float, RawCounts | None]:
         counted = Counted()
-        settings = {"max_new_tokens": new, "min_new_tokens": new, "streamer": counted, "pad_token_id": 0}
+        settings = {"max_new_tokens": given.new, "min_new_tokens": given.new, "pad_token_id": 0}
         settings |= (
             {"do_sample": True, "temperature": temperature, "top_k": 0}
             if temperature
             else {"do_sample": False}
         )
-        settings |= {"prompt_lookup_num_tokens": LOOKED_UP} if lookup else {}
-        model.generate(torch.tensor([list(prompt)]), **settings)
+        model.generate(torch.tensor([list(prompt)]), streamer=counted, **settings, **drafts)
         return counted.timer.rate, None
 
-    return run
+    found = {PLAIN: {}, TORCH_LOOKUP: {"prompt_lookup_num_tokens": LOOKED_UP}}
+    if given.assistant:
+        found[TORCH_ASSISTED] = {"assistant_model": load_model(given.assistant)}
+    return {name: partial(run, drafts=drafts) for name, drafts in found.items()}
 
 
 def beside(file: Path) -> str:
@@ -138,9 +143,10 @@ def gains(found: Measured, fixed: Sequence[str]) -> list[str]:
 
 
 def speeds(rates: Rates) -> list[str]:
-    """Tokens a second of plain decoding, chosen drafts, llama.cpp's loop, and prompt lookup of another program."""
+    """Tokens a second of plain decoding, chosen drafts, llama.cpp's loop, and another program's lookup and drafts."""
     lookup = TORCH_LOOKUP if TORCH_LOOKUP in rates else LOOKUP
-    return [f"{median(rates[name]):.0f}" if name in rates else "" for name in (PLAIN, CHOSEN, LOOP, lookup)]
+    names = (PLAIN, CHOSEN, LOOP, lookup, TORCH_ASSISTED)
+    return [f"{median(rates[name]):.0f}" if name in rates else "" for name in names]
 
 
 def kept(file: Path | None, key: str) -> Measured:
@@ -192,8 +198,10 @@ def checked_files(given: argparse.Namespace) -> list[str]:
     for file in given.beside:
         if not file.is_file():
             raise InputError(f"--beside names {file}, which is no file; give a GGUF file")
-    if given.transformers:
-        read_config(given.transformers)
+    if given.assistant and not given.transformers:
+        raise InputError("--assistant drafts for a target in transformers: name its folder in --transformers")
+    for folder in filter(None, (given.transformers, given.assistant)):
+        read_config(folder)
     return given.files or offered
 
 
@@ -215,6 +223,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--transformers", type=Path, help="the target's folder with float weights")
     parser.add_argument(
+        "--assistant", type=Path, help="the drafter's folder with float weights; not that of a head"
+    )
+    parser.add_argument(
         "--json", type=Path, help="what was measured, question by question; the next run goes on from it"
     )
     return parser.parse_args(arguments)
@@ -233,7 +244,7 @@ def show(
     print(f"{questions} questions, {given.new} tokens, {given.threads} threads\n")
     print(shown(("file", "T", "plain tok/s", *fixed, CHOSEN, "τ", "α"), gained), end="\n\n")
     print(shown((f"{CHOSEN}, x plain", "T", *kinds), by_kind), end="\n\n")
-    heads = ("tokens a second", "T", "plain", CHOSEN, "llama.cpp's loop", "prompt lookup")
+    heads = ("tokens a second", "T", "plain", CHOSEN, "llama.cpp's loop", "prompt lookup", "assisted generation")
     print(shown(heads, others), end="\n\n")
     if given.beside:
         files = [f"x {beside(each)}" for each in given.beside]
@@ -277,10 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
                     besides.append((file, word, own, *them))
             pair.close()
         if given.transformers:
-            rivals = {
-                PLAIN: in_torch(given.transformers, given.new, given.threads, lookup=False),
-                TORCH_LOOKUP: in_torch(given.transformers, given.new, given.threads, lookup=True),
-            }
+            rivals = in_torch(given)
             for word in given.temperatures:
                 label = f"{TORCH}, T = {word}"
                 found = answered(rivals, prompts, float(word), label, given.json)
