@@ -54,6 +54,8 @@ PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
     "gpt-4o": [_split(_GPT_4O), _BYTES],
 }
 """llama.cpp's name for a way to split text -> the steps of a tokenizer.json's pre_tokenizer that split it so."""
+_BY_MERGES = {"llama-bpe": "smaug-bpe"}
+"""Names of one way to split: with the first llama.cpp takes a word that is a token whole, with the second by its merges."""
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens, and GGUF's word for each in its keys."""
 _ADDED_SCORE = -1000.0  # of tokens added later: below those of the pieces
@@ -160,6 +162,8 @@ def _of_json(path: Path, model_file: Path, vocab_size: int) -> Keys:
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
     if byte_level:
         pre = _pre_tokenizer(steps, normalizers, path)
+        if not model.get("ignore_merges"):  # as in Llama 3's first files
+            pre = _BY_MERGES.get(pre, pre)
         joined = [" ".join(merge) for merge in merges]
         return {"model": "gpt2", "pre": pre, **tables, "merges": joined}, False, False
     known = _scores_of_model(model_file, merges) or _scores_of_merges(merges, model["vocab"], path)

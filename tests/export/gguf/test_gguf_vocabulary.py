@@ -165,6 +165,7 @@ def test_pre_tokenizers(shared: Path, tmp_path: Path, name: str) -> None:
     """llama.cpp splits hard texts as the tokenizers library does, in a vocabulary that was trained with that splitting."""
     tokenizer = byte_level_tokenizer(512)
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[name]()
+    tokenizer.model.ignore_merges = name in ("llama-bpe", "tekken")
     save_tokenizer(tmp_path, tokenizer)
     vocabulary = read_vocabulary(tmp_path, {"vocab_size": 512})
     assert vocabulary.keys["pre"] == name
@@ -172,6 +173,24 @@ def test_pre_tokenizers(shared: Path, tmp_path: Path, name: str) -> None:
     with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
         for text in texts:
             assert split(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
+
+
+@pytest.mark.parametrize(("whole", "name"), [(True, "llama-bpe"), (False, "smaug-bpe")])
+@pytest.mark.llamacpp
+def test_a_word_that_no_merge_makes(tmp_path: Path, name: str, *, whole: bool) -> None:
+    """Llama 3's later files take it whole, its first ones and what was made of those do not."""
+    spec = json.loads(byte_level_tokenizer(512).to_str())
+    spec["model"]["vocab"]["xyzzy"] = 512
+    spec["model"]["ignore_merges"] = whole
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS["llama-bpe"]()
+    save_tokenizer(tmp_path, tokenizer)
+    vocabulary = read_vocabulary(tmp_path, {"vocab_size": 513})
+    assert vocabulary.keys["pre"] == name
+    with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
+        ids = split("xyzzy it")
+        assert ids == tokenizer.encode("xyzzy it", add_special_tokens=False).ids
+        assert (512 in ids) == whole
 
 
 @pytest.mark.llamacpp
