@@ -1,8 +1,9 @@
 """What onnxruntime-genai's model builder must be told or corrected for each family (core/families.py).
 
-The builder reads RoPE in one spelling, skips scalings it does not know without a word (linear in Llama models), attends in full
-where Mistral slides, and rounds Gemma's factor on embeddings. So it is told that RoPE is plain, and the tables of cosines and
-sines in its graph are replaced by those of the model's own rotary module in torch; the factor is replaced too.
+The builder goes by the class that config.json names, where torch goes by the model_type. It reads RoPE in one spelling, skips
+scalings it does not know without a word (linear in Llama models), attends in full where Mistral slides, and rounds Gemma's factor
+on embeddings. So it is told the class and that RoPE is plain, and the tables of cosines and sines in its graph are replaced by
+those of the model's own rotary module in torch; the factor is replaced too.
 LongRoPE has two sets of tables. The builder's graph chooses between them by the length of the attention mask; a metadata entry
 tells the runtime at which length (cached_engine.py there).
 Knows no precisions.
@@ -72,6 +73,8 @@ def rope_types(config: Mapping[str, Any]) -> list[str]:
 
 def prepare(config: Any) -> None:
     """Change a transformers config, in memory, into what the builder reads; `finish` puts the real RoPE in place."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
     family = family_of(config.to_dict(), "the model")
     if not family.partial_rotary:  # as torch, which does not read it
         config.partial_rotary_factor = 1.0
@@ -91,8 +94,8 @@ def prepare(config: Any) -> None:
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in rope:
             setattr(config, name, rope[name])
-    if family.nope_period:  # the builder's own fails where a layer has no RoPE
-        config.architectures = ["LlamaForCausalLM"]
+    # of SmolLM3 not the builder's own, which fails where a layer has no RoPE
+    config.architectures = [CLASSES["llama" if family.nope_period else family.model_type]]
     if local is not None:
         config.rope_local_base_freq = local["rope_theta"]
     if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):

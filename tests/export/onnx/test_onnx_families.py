@@ -75,6 +75,15 @@ def test_a_config_may_leave_it_to_the_period_which_layers_have_no_rope(tmp_path:
     assert difference(model, tmp_path / "onnx", TOKENS) < BOUND
 
 
+@pytest.mark.parametrize("named", [None, ["LlamaModel"]])
+def test_a_config_need_not_name_its_class(tmp_path: Path, named: list[str] | None) -> None:
+    """torch goes by the model_type."""
+    model = made("qwen3", tmp_path / "model")
+    write_json(model / "config.json", read_json(model / "config.json") | {"architectures": named})
+    export_onnx(model, tmp_path / "onnx", "fp32")
+    assert difference(model, tmp_path / "onnx", TOKENS) < BOUND
+
+
 @pytest.mark.parametrize("case", ["llama linear", "gemma3 untied", "gemma2 odd", "mistral window"])
 def test_what_the_builder_alone_gets_wrong(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
