@@ -117,7 +117,14 @@ def shortest(value: float) -> float:
 
 def _rope(keys: Mapping[str, Any], number: Any, context: int, file: Path) -> dict[str, Any]:
     """RoPE scaling as transformers names it. YaRN's factor on cos and sin is 1 + 0.1 ln(factor) times what the file says."""
-    kind = keys.get("rope.scaling.type", "none")
+    # as llama.cpp, for which a factor without a type is a linear one
+    kind = keys.get("rope.scaling.type", "linear" if keys.get("rope.scaling.factor") else "none")
+    times = keys.get("rope.scaling.attn_factor", 1.0)
+    if kind != "yarn" and times != 1.0:
+        raise InputError(
+            f"{file} has a rope.scaling.attn_factor of {times!r:.40} and RoPE scaling {kind!r:.40}; one of yarn alone is read "
+            "from GGUF files"
+        )
     if kind == "none":
         return {"rope_type": "default"}
     factor = number("rope.scaling.factor", 1.0, float)
