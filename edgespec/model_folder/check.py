@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json
+from edgespec.core.families import FAMILIES
+from edgespec.core.files import read_json, read_object
 from edgespec.core.shapes import ModelShape, impossible
 from edgespec.model_folder.chat_template import SETTINGS, read_chat_template
 from edgespec.model_folder.weights_files import FLOATS, Tensor, read_tensors, refuse_pointer
@@ -21,6 +22,7 @@ from edgespec.model_folder.weights_files import FLOATS, Tensor, read_tensors, re
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")  # Python reads no number of 5,000 digits
 _PACKED = (".weight", ".qweight", ".weight_packed")  # what quantisers call their matrices
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+SAME = "take both from the same model"
 LAYOUT = "a model folder in Hugging Face layout (config.json, *.safetensors, tokenizer)"
 
 
@@ -111,20 +113,32 @@ def _check_shapes(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor]
     for name, tensor in tensors.items():
         expected = known.get(_LAYER.sub(r"model.layers.0.\2", name), tensor.shape)
         if tensor.shape != expected:
-            raise InputError(
-                f"{folder}: config.json and weights disagree: {name} in {tensor.file.name} is {list(tensor.shape)}, and the "
-                f"config's sizes make it {list(expected)}; take both from the same model"
+            raise _unfit(
+                folder,
+                f"config.json and weights disagree: {name} in {tensor.file.name} is {list(tensor.shape)}, and the config's sizes "
+                f"make it {list(expected)}",
+                SAME,
             )
     layers = {int(match[1]) for name in tensors if (match := _LAYER.fullmatch(name))}
     if not layers:
         return  # another family's names
     if not len(layers) == max(layers) + 1 == shape.layers:
-        raise InputError(
-            f"{folder}: config.json and weights disagree: num_hidden_layers is {shape.layers}, and the files have "
-            f"{len(layers)} layers (up to number {max(layers)}, counted from 0); take both from the same model"
+        raise _unfit(
+            folder,
+            f"config.json and weights disagree: num_hidden_layers is {shape.layers}, and the files have {len(layers)} layers (up "
+            f"to number {max(layers)}, counted from 0)",
+            SAME,
         )
     first = [name for name in known if name in tensors and _LAYER.fullmatch(name)]
     in_layers = (name.replace(".0.", f".{layer}.", 1) for layer in sorted(layers) for name in first)
     for name in (*replace(shape, layers=0).tensors(), *in_layers):
         if name not in tensors:
-            raise InputError(f"{folder}: the weight files have no {name}; fetch them again, whole")
+            raise _unfit(folder, f"the weight files have no {name}", "fetch them again, whole")
+
+
+def _unfit(folder: Path, seen: str, cure: str) -> InputError:
+    """For weights that are not those of the config; in a family that is not known they may be right, and of another form."""
+    kind = str(read_object(folder / "config.json").get("model_type", ""))
+    if kind not in FAMILIES:
+        cure = f"a {kind[:40]!r} model may be of another form than Llama's: give one of {', '.join(FAMILIES)}"
+    return InputError(f"{folder}: {seen}; {cure}")

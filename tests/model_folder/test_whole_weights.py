@@ -111,6 +111,18 @@ def test_a_config_of_another_model(target: Path, tmp_path: Path, changes: dict[s
     assert words in text
 
 
+@pytest.mark.parametrize("changes", [{"intermediate_size": 96}, {"num_hidden_layers": 3}, {}])
+def test_a_family_that_is_not_known_may_have_another_form(
+    target: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Gates beside the queries, further layers, one table in the place of two: no file is damaged then."""
+    folder = copied(target, tmp_path / "model") if changes else make_model_folder(tmp_path / "model")
+    text = problem(with_config(folder, **changes, model_type="cohere2", tie_word_embeddings=False))
+    assert "a 'cohere2' model may be of another form than Llama's: give one of llama, mistral" in text
+    assert "same model" not in text
+    assert "fetch" not in text
+
+
 def test_a_config_of_very_many_layers_takes_no_memory(target: Path, tmp_path: Path) -> None:
     folder = with_config(copied(target, tmp_path / "model"), num_hidden_layers=10**7)
     tracemalloc.start()
