@@ -203,7 +203,10 @@ class _Header:
             raise self._refuse(f"has the alignment {alignment!r}", "a power of two from 8 to 65536")
         if pairs.get("split.count", 1) not in (0, 1):
             # llama.cpp would open further files, by names it makes up from this one's
-            raise self._refuse(f"is part of {pairs['split.count']!r} files", "a model in one file")
+            raise BundleError(
+                f"{self.path} is part of {pairs['split.count']!r:.40} files; a model in one file is wanted: join them with "
+                "llama.cpp's `llama-gguf-split --merge FIRST.gguf WHOLE.gguf`"
+            )
         architecture = pairs.get("general.architecture")
         for name, most in _BOUNDS.items():
             seen = pairs.get(f"{architecture}.{name}")

@@ -297,7 +297,7 @@ def test_find_target(tiny: Path) -> None:
     ("change", "message"),
     [
         ({"general__architecture": "mamba"}, "is a 'mamba' model; of GGUF files llama, qwen2, qwen3, smollm3 are read"),
-        ({"split__count": 3}, "is part of 3 files; a model in one file is wanted: fetch the file again"),
+        ({"split__count": 3}, "is part of 3 files; a model in one file is wanted: join them with"),
         ({"llama__expert_count": 8}, r"has llama\.expert_count 8, which this edgespec does not know"),
         ({"llama__logit_scale": 0.5}, r"has llama\.logit_scale 0\.5"),
         ({"llama__rope__dimension_count": 16}, r"has llama\.rope\.dimension_count 16; 32, the size of its heads"),
