@@ -51,6 +51,7 @@ class Family:
     tied: bool = False
     head_dim: int | None = None  # None: hidden size / heads
     rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
     original_context: int | None = None  # tokens read with LongRoPE's short factors
     attention_bias: bool | None = None  # None: as config.json says; else so, whatever it says
     hidden_activation: str | None = None  # None: the activation is called hidden_act
@@ -183,6 +184,7 @@ FAMILIES = {
         ),
         Family(
             model_type="phi3",
+            rms_norm_eps=1e-5,
             original_context=4096,
             attention_bias=False,
             partial_rotary=True,

@@ -160,7 +160,7 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings", family.tied)),
             context_length=int(config.get("max_position_embeddings") or 2048),
             rope_theta=float(theta or family.rope_theta),
-            rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
+            rms_norm_eps=float(config.get("rms_norm_eps") or family.rms_norm_eps),
             attention_bias=bool(config.get("attention_bias")) if bias is None else bias,
             head_norms=family.head_norms,
             rope_border=_rope_border(config),

@@ -70,3 +70,12 @@ def test_what_a_config_leaves_out(
     shape = ModelShape.from_config({"model_type": kind, "attention_bias": True, **SIZES})
     found = (shape.head_dim, shape.rope_theta, shape.tied, shape.attention_bias, shape.head_norms)
     assert found == (head_dim, theta, tied, bias, head_norms)
+
+
+@pytest.mark.parametrize(
+    ("kind", "epsilon"), [("llama", 1e-6), ("qwen3", 1e-6), ("gemma2", 1e-6), ("phi3", 1e-5)]
+)
+def test_norms_divide_by_what_torch_divides_by(kind: str, epsilon: float) -> None:
+    """Files hold the number, and transformers has another one for Phi-3 than for the rest."""
+    assert ModelShape.from_config({"model_type": kind, **SIZES}).rms_norm_eps == epsilon
+    assert ModelShape.from_config({"model_type": kind, "rms_norm_eps": 1e-3, **SIZES}).rms_norm_eps == 1e-3
