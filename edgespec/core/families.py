@@ -52,6 +52,7 @@ class Family:
     head_dim: int | None = None  # None: hidden size / heads
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
+    sliding_window: int | None = None
     original_context: int | None = None  # tokens read with LongRoPE's short factors
     attention_bias: bool | None = None  # None: as config.json says; else so, whatever it says
     hidden_activation: str | None = None  # None: the activation is called hidden_act
@@ -144,7 +145,14 @@ FAMILIES = {
     family.model_type: family
     for family in (
         _LLAMA,
-        replace(_LLAMA, model_type="mistral", attention_bias=False, window=True, read_as_target=""),
+        replace(
+            _LLAMA,
+            model_type="mistral",
+            sliding_window=4096,
+            attention_bias=False,
+            window=True,
+            read_as_target="",
+        ),
         replace(
             _QWEN3,
             model_type="qwen2",

@@ -91,7 +91,9 @@ def _write_window(
     writer: GGUFWriter, family: Family, shape: ModelShape, config: Mapping[str, Any], notes: list[str]
 ) -> int:
     """Write the sliding window; return the context length in which llama.cpp attends as torch does."""
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    window = config.get("sliding_window", family.sliding_window)
+    if not config.get("use_sliding_window", True):
+        window = None
     if not family.window_period:
         if not window or window >= shape.context_length:
             return shape.context_length

@@ -115,8 +115,8 @@ def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:
             raise InputError(
                 f"{folder} has RoPE of type {rope!r}; the tables of a static graph hold for {', '.join(FIXED_ROPE)}"
             )
-    window = config.get("sliding_window") if config.get("use_sliding_window", family.window) else None
-    if window is not None and window < length:
+    window = config.get("sliding_window", family.sliding_window)
+    if config.get("use_sliding_window", family.window) and window is not None and window < length:
         raise InputError(
             f"{folder} attends to the last {window} tokens only, and the KV cache is to hold {length}; "
             f"give {window} or less: build-drafter --export.npu-length, or export --device ... --context"

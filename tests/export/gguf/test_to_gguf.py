@@ -356,3 +356,15 @@ def test_a_sliding_window_cuts_the_context(families: dict[str, Path], tmp_path: 
     write_json(folder / "config.json", read_json(folder / "config.json") | {"sliding_window": 64})
     assert "sliding window of 64" in export_gguf(folder, tmp_path / "model.gguf", "f16")["notes"][0]
     assert gguf_field(GGUFReader(tmp_path / "model.gguf"), "llama.context_length") == 64
+
+
+def test_a_mistral_that_says_nothing_of_its_window_has_that_of_torch(
+    families: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(families["mistral"], tmp_path / "model")
+    config = read_json(folder / "config.json") | {"max_position_embeddings": 8192}
+    config.pop("sliding_window", None)
+    for more, context in (({}, 4096), ({"sliding_window": None}, 8192)):
+        write_json(folder / "config.json", config | more)
+        export_gguf(folder, tmp_path / "model.gguf", "f16")
+        assert gguf_field(GGUFReader(tmp_path / "model.gguf"), "llama.context_length") == context
