@@ -53,6 +53,7 @@ class Family:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     sliding_window: int | None = None
+    query_scalar: int | None = None  # scores are divided by its root; None: by that of the head size
     original_context: int | None = None  # tokens read with LongRoPE's short factors
     attention_bias: bool | None = None  # None: as config.json says; else so, whatever it says
     hidden_activation: str | None = None  # None: the activation is called hidden_act
@@ -130,6 +131,7 @@ _GEMMA = Family(model_type="gemma", tied=True, head_dim=256, norm_offset=1.0, op
 _GEMMA2 = replace(
     _GEMMA,
     model_type="gemma2",
+    query_scalar=256,
     hidden_activation=_GELU,
     soft_caps=True,
     scaled_embedding=True,

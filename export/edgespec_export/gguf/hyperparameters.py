@@ -66,7 +66,7 @@ def _check(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> None
         if bool(value := config.get(name)) != family.soft_caps:
             seen, needed = (f"{name} {value}", "none") if value else (f"no {name}", "one")
             raise _refused(family, seen, needed)
-    scalar = config.get("query_pre_attn_scalar")
+    scalar = config.get("query_pre_attn_scalar") or family.query_scalar
     wide = family.large_scale_layers == shape.layers
     wanted = shape.hidden // shape.heads if wide else shape.head_dim
     if scalar is not None and scalar != wanted:

@@ -162,6 +162,7 @@ def test_hyperparameters_of_gemma(tmp_path: Path) -> None:
         ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         ("gemma2", {"attn_logit_softcapping": None}, "no attn_logit_softcapping"),
         ("gemma2", {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar 144, and .* needs 32"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar 256, and .* needs 32"),
         ("gemma2", {"tie_word_embeddings": False}, "an output head of its own"),
         ("gemma2", {"sliding_window": None}, "needs a sliding window"),
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "needs a sliding window"),
