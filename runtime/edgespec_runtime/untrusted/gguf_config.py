@@ -147,8 +147,13 @@ def rope_of_factors(config: Mapping[str, Any], factors: Sequence[float], file: P
     """The Llama 3.1 scaling whose frequency divisors a file holds as `rope_freqs.weight`: config.json's RoPE entries.
 
     A file has the divisors only. The borders of the blend are taken to be Meta's, 1 and 4 turns; a blended divisor then says what
-    the original context was. Raises InputError where the divisors are not what such a scaling gives.
+    the original context was. Raises InputError where the divisors are not what such a scaling gives, or another one is there too.
     """
+    if "rope_scaling" in config:  # llama.cpp does both
+        raise InputError(
+            f"{file} has RoPE factors of its own ({ROPE_FACTORS}) and RoPE scaling {config['rope_scaling']['rope_type']!r}, of "
+            "which one is read; give the model's folder or hub id instead"
+        )
     theta, size, factor = config["rope_theta"], config["head_dim"], shortest(max(factors))
     for even, divisor in zip(range(0, size, 2), factors, strict=False):
         if not 1.0 < divisor < factor:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from changed_gguf import changed
 from edgespec_export.gguf.to_gguf import export_gguf
-from edgespec_runtime.untrusted.gguf_config import read_model
+from edgespec_runtime.untrusted.gguf_config import llama3_divisors, read_model, rope_of_factors
+from family_cases import LLAMA3
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
@@ -48,3 +49,13 @@ def test_a_factor_on_cosines_is_yarns_alone(tiny: Path, tmp_path: Path, keys: di
     file = changed(tiny, tmp_path / "m.gguf", **keys)
     with pytest.raises(InputError, match=r"a rope\.scaling\.attn_factor of 0\.5 and RoPE scaling"):
         read_model(file)
+
+
+def test_factors_beside_another_scaling_are_refused(tiny: Path) -> None:
+    """llama.cpp multiplies both, and a config.json has a place for one."""
+    _, config = read_model(tiny)
+    factors = [*llama3_divisors(LLAMA3, config["rope_theta"], config["head_dim"])]
+    assert rope_of_factors(config, factors, tiny)["rope_scaling"]["rope_type"] == "llama3"
+    linear = {"rope_type": "linear", "factor": 4.0}
+    with pytest.raises(InputError, match=r"\(rope_freqs\.weight\) and RoPE scaling 'linear', of which"):
+        rope_of_factors({**config, "rope_scaling": linear}, factors, tiny)
