@@ -166,6 +166,8 @@ def _of_json(path: Path, model_file: Path, vocab_size: int) -> Keys:
             pre = _BY_MERGES.get(pre, pre)
         joined = [" ".join(merge) for merge in merges]
         return {"model": "gpt2", "pre": pre, **tables, "merges": joined}, False, False
+    if strange := [step for step in (*normalizers, *steps) if not _marks_spaces(step)]:
+        raise InputError(f"{path}: {str(strange[0])[:200]} has no counterpart in GGUF; {leave_out('gguf')}")
     known = _scores_of_model(model_file, merges) or _scores_of_merges(merges, model["vocab"], path)
     prefix = any(
         step["type"] == "Prepend"
@@ -174,6 +176,12 @@ def _of_json(path: Path, model_file: Path, vocab_size: int) -> Keys:
     )
     scores = [known.get(text, _ADDED_SCORE) for text in tables["tokens"]]
     return _sentencepiece(tables, scores, model.get("unk_token") or "<unk>", added, prefix)
+
+
+def _marks_spaces(step: Mapping[str, Any]) -> bool:
+    """Whether a step before SentencePiece's BPE is what llama.cpp does too: it puts marks for spaces, or cuts between them."""
+    at_spaces = step["type"] in ("Replace", "Split") and step.get("pattern") == {"String": " "}
+    return at_spaces or step["type"] in ("Prepend", "Metaspace", "NFC")  # text is NFC nearly always
 
 
 def _steps(node: dict[str, Any] | None) -> list[dict[str, Any]]:

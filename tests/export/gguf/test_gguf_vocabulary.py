@@ -12,6 +12,7 @@ from gguf import GGUFReader
 from gguf_fields import gguf_field
 from gguf_tokenizers import LLAMA2, merged, sentencepiece_folder, vectors, written
 from tiny_models import TEXTS, byte_level_tokenizer, save_tokenizer
+from tiny_sentencepiece import sentencepiece_like
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from edgespec.core.errors import InputError
@@ -266,6 +267,32 @@ def test_what_is_refused(shared: Path, tmp_path: Path) -> None:
     write_json(folder / "tokenizer.json", spec | {"model": {"type": "Unigram", "vocab": []}})
     with pytest.raises(InputError, match="Unigram tokenizer"):
         read_vocabulary(folder, {"vocab_size": 512})
+
+
+SPLIT = {"type": "Split", "behavior": "MergedWithPrevious", "invert": False}
+DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+@pytest.mark.parametrize(
+    ("part", "step"),
+    [
+        ("normalizer", {"type": "Lowercase"}),
+        ("pre_tokenizer", DIGITS),
+        ("pre_tokenizer", {**SPLIT, "pattern": {"Regex": "b"}}),
+    ],
+)
+def test_steps_of_a_sentencepiece_tokenizer_that_llama_cpp_does_not_take(
+    tmp_path: Path, part: str, step: dict[str, Any]
+) -> None:
+    save_plain(sentencepiece_like("normalizer"), tmp_path, LLAMA2)
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    rows = {"vocab_size": len(spec["model"]["vocab"])}
+    for taken in (None, {**SPLIT, "pattern": {"String": " "}}):  # Gemma's: no space is left then
+        write_json(tmp_path / "tokenizer.json", spec | {"pre_tokenizer": taken})
+        assert read_vocabulary(tmp_path, rows).keys["model"] == "llama"
+    write_json(tmp_path / "tokenizer.json", spec | {part: step})
+    with pytest.raises(InputError, match=r"has no counterpart in GGUF; .*--export\.gguf ''"):
+        read_vocabulary(tmp_path, rows)
 
 
 def test_settings_that_say_nothing(tmp_path: Path) -> None:
