@@ -28,9 +28,13 @@ _POLL = 0.5  # seconds between two tries of one that waits
 _BEYOND = 2**20  # Windows locks bytes against reading too: one far behind the holder's name
 
 
-def is_empty(folder: Path) -> bool:
-    """Whether a folder is absent or holds nothing but a lock."""
-    return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
+def is_empty(folder: Path, own: str = "") -> bool:
+    """Whether a folder is absent or holds nothing but a lock.
+
+    What a run left that was killed while it wrote its first file, `own`, counts as nothing.
+    """
+    begun = f".{escape(own)}.*.tmp"
+    return not folder.is_dir() or all(path.name == LOCK or path.match(begun) for path in folder.iterdir())
 
 
 def refuse_other(out: Path, own: str, flag: str = "--out") -> None:
@@ -38,7 +42,7 @@ def refuse_other(out: Path, own: str, flag: str = "--out") -> None:
 
     flag: the one that names the folder.
     """
-    if not is_empty(out) and not (out / own).exists():
+    if not is_empty(out, own) and not (out / own).exists():
         raise InputError(f"{out} holds other files and no {own}; give an empty or new folder with {flag}")
 
 

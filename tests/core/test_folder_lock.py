@@ -16,7 +16,7 @@ from tiny_models import make_model_folder
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-from edgespec.core.folder_lock import LOCK, held, is_empty, remove_older
+from edgespec.core.folder_lock import LOCK, held, is_empty, refuse_other, remove_older
 
 HOLDS = "import sys, time; from pathlib import Path; from edgespec.core.folder_lock import held\n" + (
     "with held(Path(sys.argv[1]), 'edgespec something'): print('held', flush=True); time.sleep(float(sys.argv[2]))"
@@ -120,6 +120,15 @@ def test_every_verb_that_fills_a_folder_holds_it(
         assert f"is in use by process {holder.pid}" in errors
         assert len(errors.splitlines()) == 1
     assert is_empty(tmp_path / "out")
+
+
+def test_a_run_killed_at_its_first_file_can_be_started_again(tmp_path: Path) -> None:
+    """Its lock and the beginning of that file are no other files; those of somebody else are."""
+    for left in (LOCK, ".own.yaml.123.0123abcd.tmp"):
+        (tmp_path / left).touch()
+    refuse_other(tmp_path, "own.yaml")
+    with pytest.raises(InputError, match=r"other files and no else\.yaml"):
+        refuse_other(tmp_path, "else.yaml")
 
 
 def test_who_shares_a_folder_cannot_have_a_huge_lock_read(tmp_path: Path) -> None:
