@@ -23,7 +23,7 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec.core.files import writing
+from edgespec.core.files import sync_file, writing
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import TrainingOptions
 from edgespec.stages.stage import CHECKPOINTS
@@ -161,6 +161,7 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
             processes.wait()  # every process writes its random states
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             if self.args.should_save:
+                sync_file(self.training_log.file)  # a run that goes on from here reads the rows up to here
                 checkpoints.mark_complete(folder)
             processes.wait()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from edgespec_recipes.target_names import resolve
-from edgespec_recipes.training import pretrain
+from edgespec_recipes.training import checkpoints, pretrain, trainer
 from safetensors.torch import load_file
 from small_llama import small_llama
 from tiny_models import make_model_folder
@@ -115,6 +115,24 @@ def test_interrupted_run_ends_with_the_same_model(
     first, second = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert taken == 7 + 1 + 7  # steps 6 and 7 came after the checkpoint and were taken again
+
+
+def test_the_log_is_on_the_disk_before_a_checkpoint_counts(
+    target: Path, options: PretrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the power goes, a checkpoint without the rows up to its step would count tokens and seconds wrong."""
+    done: list[str] = []
+    mark_complete = checkpoints.mark_complete
+
+    def marked(folder: Path) -> None:
+        mark_complete(folder)
+        done.append(folder.name)
+
+    monkeypatch.setattr(trainer, "sync_file", lambda file: done.append(file.name))
+    monkeypatch.setattr(checkpoints, "mark_complete", marked)
+    pretrain.pretrain(tmp_path, target, SHAPE, DrafterOptions(), options, seed=1)
+    saved = ["checkpoint-5", "checkpoint-10", "checkpoint-12"]
+    assert done == [name for folder in saved for name in ("log.jsonl", folder)]
 
 
 def test_shape_must_fit_the_target(target: Path, options: PretrainOptions, tmp_path: Path) -> None:
