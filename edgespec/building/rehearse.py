@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.building.measured import run_measured
-from edgespec.building.rehearse_stages import FILE, PLAN, WEIGHTS, RehearsalOptions
+from edgespec.building.rehearse_stages import FILE, MEASURED, PLAN, WEIGHTS, RehearsalOptions
 from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import read_json, read_object, write_json, write_text
 from edgespec.core.folder_lock import held, refuse_other
@@ -35,8 +35,6 @@ from edgespec.stages.stage import STAGE_FILE
 
 GIB = 2**30
 TINY = ModelShape(256, 4, 4, 2, 64, 512, 2048, tied=False, context_length=512)
-MEASURED = "measured"
-"""The folder of what every process took, and of what it said."""
 
 
 def _losses(found: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.building.pipeline import Build
 from edgespec.core.files import read_json
+from edgespec.core.folder_lock import held
 from edgespec.core.options import from_mapping, knob, merge
 from edgespec.core.shapes import ModelShape
 from edgespec.core.texts import forgive_streams, parse_yaml
@@ -26,6 +27,8 @@ from edgespec.stages.stage import Body
 PLAN = "rehearsal.json"
 WEIGHTS, FILE = "weights", "gguf"
 """The stages before the build's."""
+MEASURED = "measured"
+"""The folder of what every process took, and of what it said."""
 OWN_FILE = f"{FILE}/target-q4_0.gguf"
 OFFLOAD_ROOM = 1.1  # of what must stay in memory
 RECIPE = b"""
@@ -141,7 +144,9 @@ def main(argv: list[str]) -> None:
     plan = read_json(out / PLAN)
     shape, asked = ModelShape(**plan["shape"]), RehearsalOptions(**plan["options"])
     recipe = asked.recipe(out, asked.shape or Path(plan["target"]).name, shape)
-    Rehearsed(recipe, out, shape=shape, asked=asked, until=until).run()
+    # the rehearsal holds its folder; where it was killed alone, the stage that it had started may still be at work
+    with held(out / MEASURED, f"the rehearsal's stage {until}"):
+        Rehearsed(recipe, out, shape=shape, asked=asked, until=until).run()
 
 
 if __name__ == "__main__":

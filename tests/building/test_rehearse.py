@@ -23,6 +23,7 @@ from edgespec.building.rehearse import MEASURED, STAGES, TALKS, TINY, needed_dis
 from edgespec.building.rehearse_stages import RehearsalOptions, main
 from edgespec.core.errors import CheckFailed, EdgespecError, InputError, MissingExtra
 from edgespec.core.files import read_json, write_json
+from edgespec.core.folder_lock import held
 from edgespec.planning.plan import UNMEASURED
 
 pytestmark = pytest.mark.training
@@ -115,6 +116,16 @@ def test_new_weights_have_no_files_of_old_ones(finished: Path, tmp_path: Path) -
         main([str(out), "gguf"])
     assert read_json(out / "gguf" / "inputs.json")["stages"] == {"weights": "anew"}
     assert (out / "gguf" / "inputs.json").read_text() != old
+
+
+def test_a_stage_whose_rehearsal_was_killed_works_alone(finished: Path, tmp_path: Path) -> None:
+    """It goes on by itself. The next rehearsal starts no second one beside it, and says who is at work."""
+    out = shutil.copytree(finished, tmp_path / "out")
+    (out / "gguf" / "stage.json").unlink()
+    words = r"ended with 1: .*measured is in use by process .*; wait for its end"
+    with held(out / MEASURED, "the rehearsal's stage gguf"), pytest.raises(EdgespecError, match=words):
+        rehearsed(out)
+    assert not (out / "gguf" / "stage.json").exists()
 
 
 def test_a_stage_that_fails_names_its_log(finished: Path, tmp_path: Path) -> None:
