@@ -43,7 +43,7 @@ from edgespec.recipe.drafter import cost_ratios
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, reference_options
 from edgespec.recipe.schema import DistillOptions, EvaluateOptions, GenerateOptions, Recipe
 from edgespec.recipe.study_options import Arm, Study
-from edgespec.recipe.targets import gone
+from edgespec.recipe.targets import gone, is_gguf
 from edgespec.stages import sources
 from edgespec.stages.record import Reads, clear_if_inputs_changed
 from edgespec.stages.stage import STAGE_FILE, run_stage
@@ -141,7 +141,9 @@ class Runs:
             found = self.resolve(base.target)
             return {"name": found.name, "folder": str(found.folder), "source": found.source}
 
-        target = self.stage(out / "target", named, find, Reads())
+        file = Path(base.target).expanduser()  # of a folder each stage knows the files
+        reads = sources.one_file("target", file) if is_gguf(file) else Reads()
+        target = self.stage(out / "target", named, find, reads)
         self.target = Path(target["folder"])
         if not (self.target / "config.json").is_file():
             raise gone("target", target, base.target, out / "target")

@@ -333,6 +333,31 @@ def test_a_target_that_is_gone_is_said_with_the_next_step(tmp_path: Path) -> Non
         made.prepared()
 
 
+def test_another_gguf_file_of_the_same_name_is_another_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of its weights lies in the cache, under another name, and the old one is still there."""
+    file, seen = tmp_path / "t.gguf", list[str]()
+
+    def resolve(name: str) -> FoundTarget:
+        folder = tmp_path / file.read_text()
+        write_json(folder / "config.json", {"made of": folder.name})
+        return FoundTarget("t", folder, "GGUF file t.gguf", "")
+
+    def sample(place: Path, target: Path, *_: Any) -> dict[str, Any]:
+        seen.append(target.name)
+        return {}
+
+    monkeypatch.setattr(runs, "sample_texts", sample)
+    monkeypatch.setattr(runs, "generate", lambda *_: {})
+    monkeypatch.setattr(runs, "read_prompts", lambda *_: [])
+    study = read_study("s", values(), target=str(file))
+    for content in ("one", "one", "two"):
+        file.write_text(content)
+        runs.Runs(study, tmp_path / "out", resolve).prepared()
+    assert seen == ["one", "two"]
+
+
 def test_a_folder_of_other_options_is_refused(finished: Path, place: Path, tmp_path: Path) -> None:
     other = changed("arms/fkl/recipe", {"distill": {"divergence": "rkl", "keep_steps": 3}})
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(other))
