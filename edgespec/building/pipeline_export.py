@@ -33,7 +33,7 @@ from edgespec.recipe.schema import GenerateOptions, Recipe
 from edgespec.recipe.targets import FoundTarget
 from edgespec.stages import sources
 from edgespec.stages.record import Reads, clear_if_inputs_changed
-from edgespec.stages.stage import STAGE_FILE, Body, Processes, run_stage
+from edgespec.stages.stage import STAGE_FILE, Body, Processes, reopen, run_stage
 from edgespec.stages.training_facts import training_of
 
 # Replies that a target writes where its build has none: some 4,000 tokens, of which half are held out.
@@ -105,7 +105,7 @@ class ExportStages:
         files = damaged(folder) if damaged and still_read else []
         if files:
             step(f"! {name}: damaged: {', '.join(files)}; only that is made again")
-            (folder / STAGE_FILE).unlink(missing_ok=True)
+            reopen(folder)
         done = (folder / STAGE_FILE).exists()
         step(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}")
         mapping = options if isinstance(options, dict) else to_mapping(options)

@@ -22,6 +22,7 @@ STAGE_FILE = "stage.json"
 """Written last: a stage that has it is complete."""
 CHECKPOINTS = "checkpoints"
 """What a stage resumes from; it goes when the stage is done, and not before."""
+_CLOCK = "clock.json"  # what the runs of a stage that is not done took
 _PACKAGES = ("edgespec", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "gguf", "numpy")
 
 Body = Callable[[Path], dict[str, Any]]
@@ -77,8 +78,16 @@ def run_stage(
     return counts
 
 
+def reopen(folder: Path) -> None:
+    """Have a stage that is done run again for a part of its result. What it took counts on; of one that is not done, nothing."""
+    marker = folder / STAGE_FILE
+    if marker.exists():
+        write_json(folder / _CLOCK, {"seconds": read_json(marker)["seconds"]})
+        marker.unlink()
+
+
 def _run(folder: Path, marker: Path, options: dict[str, Any], body: Body) -> None:
-    clock = folder / "clock.json"
+    clock = folder / _CLOCK
     folder.mkdir(parents=True, exist_ok=True)
     before = float(read_json(clock)["seconds"]) if clock.exists() else 0.0
     start = time.monotonic()

@@ -12,7 +12,7 @@ from edgespec.core.files import read_json, write_json, write_text
 from edgespec.stages import record as stage_record
 from edgespec.stages import sources as stage_sources
 from edgespec.stages.record import BEFORE_RECORDS, RECORD, Reads, Source, clear_if_inputs_changed, run_id
-from edgespec.stages.stage import CHECKPOINTS, run_stage
+from edgespec.stages.stage import CHECKPOINTS, STAGE_FILE, reopen, run_stage
 
 OLD, NEW = "a row\n", "another row\n"
 
@@ -217,3 +217,15 @@ def test_a_killed_removal_is_finished_by_the_next_run(tmp_path: Path, file: Path
     write_text(tmp_path / ".stage.123.stale" / "big", "x")
     clear_if_inputs_changed(tmp_path / "stage", of(file))
     assert not list(tmp_path.glob(".*.stale"))
+
+
+def test_a_stage_opened_again_for_a_damaged_file_counts_its_seconds_on(tmp_path: Path) -> None:
+    stage = tmp_path / "stage"
+    reopen(stage)  # what has not begun stays as it is
+    assert not stage.exists()
+    run_stage(stage, {}, lambda place: {})
+    write_json(stage / STAGE_FILE, {**read_json(stage / STAGE_FILE), "seconds": 7200.0})
+    reopen(stage)
+    assert run_stage(stage, {}, lambda place: {"shards": 1}) == {"shards": 1}
+    assert read_json(stage / STAGE_FILE)["seconds"] >= 7200.0
+    assert [file.name for file in stage.iterdir()] == [STAGE_FILE]
