@@ -13,6 +13,7 @@ import torch
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.synthetic.checkpoint import INDEX, write_checkpoint
 from edgespec_recipes.models.low_memory import budgets, device_map
+from edgespec_recipes.target_names import rehearsal_data
 from edgespec_recipes.target_names.rehearsal_data import write_tokenizer
 from edgespec_runtime.engines import llamacpp
 from edgespec_runtime.text.tokenizer import ChatTokenizer
@@ -215,6 +216,28 @@ def test_random_weights_resume_shard_by_shard(tmp_path: Path) -> None:
     assert gate.std() == pytest.approx(TINY.hidden**-0.5, rel=0.02)
     other = np.concatenate(list(checkpoint.pieces("model.layers.2.mlp.gate_proj.weight")))
     assert abs(np.corrcoef(gate.ravel(), other.ravel())[0, 1]) < 0.02
+
+
+def test_half_a_tokenizer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was cut while it wrote tokenizer.json leaves no part of it, which the next run would take for the whole."""
+
+    class Cut:
+        @property
+        def backend_tokenizer(self) -> Cut:
+            return self
+
+        def save(self, file: str) -> None:
+            Path(file).write_text('{"version": ')
+            raise KeyboardInterrupt
+
+    source, folder = tmp_path / "source", tmp_path / "made"
+    for place in (source, folder):
+        place.mkdir()
+    (source / "tokenizer.model").touch()
+    monkeypatch.setattr(rehearsal_data, "load_tokenizer", lambda folder: Cut())
+    with pytest.raises(KeyboardInterrupt):
+        write_tokenizer(folder, 1000, source)
+    assert sorted(file.name for file in folder.iterdir()) == ["tokenizer.model", "tokenizer_config.json"]
 
 
 def test_the_real_llama_2_tokenizer(shared: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, write_json, write_jsonl, write_text
+from edgespec.core.files import read_json, whole_file, write_json, write_jsonl, write_text
 from edgespec_recipes.models.loading import TOKENIZER_FILES, load_tokenizer
 from edgespec_recipes.target_names.tiny_chat import trained_bpe, write_settings
 
@@ -52,7 +52,8 @@ def write_tokenizer(folder: Path, vocab_size: int, source: Path | None) -> str:
         if not (folder / "tokenizer_config.json").is_file():  # a bare one of the Llama 2 kind
             settings = {"tokenizer_class": "LlamaTokenizer", "legacy": True, **NAMES}
             write_json(folder / "tokenizer_config.json", settings)
-        load_tokenizer(folder).backend_tokenizer.save(str(folder / "tokenizer.json"))
+        with whole_file(folder / "tokenizer.json") as temporary:  # where it is, it is not made again
+            load_tokenizer(folder).backend_tokenizer.save(str(temporary))
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
