@@ -31,6 +31,11 @@ CHOICE = "bits.json"
 FLOAT = 4  # bytes
 
 
+def choice_of(path: Path) -> Path:
+    """Where the choice for a mixed file or folder lies."""
+    return path / CHOICE if path.is_dir() else path.with_name(f"{path.stem}.{CHOICE}")
+
+
 class Mixed:
     """The mixed files of one model; `texts` [of the target's tokens] is called when the first is wanted.
 
@@ -91,7 +96,7 @@ class Mixed:
         def write(chosen: Chosen, place: Path) -> dict[str, Any]:
             kinds = {name: Kind[kind] for name, kind in chosen.kinds.items()}
             made = export_gguf(self.folder, place, "q_mixed", Bits(kinds, self.probe.importance))
-            write_json(place.with_name(f"{place.stem}.{CHOICE}"), asdict(chosen))
+            write_json(choice_of(place), asdict(chosen))
             return made
 
         return self._written(out_file, gguf_rounding(), 0, write, lambda place: place.stat().st_size)

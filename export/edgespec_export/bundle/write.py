@@ -30,6 +30,7 @@ from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import GENERATION, read_generation_config, stop_ids
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.recipe.devices import Profile
+from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.schema import ExportOptions
 from edgespec.recipe.targets import FoundTarget
 from edgespec.stages.own_gguf import OwnFile, own_file
@@ -112,7 +113,9 @@ def write_bundle(
             metrics=metrics
             | ({TIMED_FILES: [one.row() for one in timed]} if timed else {})
             | ({DRAFT_SIDE: drafters} if drafters else {}),
-            provenance=provenance | _bits(export_folder) | {"versions": versions(), "edgespec": __version__},
+            provenance=provenance
+            | _bits(exported, export_folder)
+            | {"versions": versions(), "edgespec": __version__},
             files=describe_files(folder),
             device={} if device is None else device.settings(pair.context_length),
         )
@@ -181,11 +184,22 @@ def _card_rows(
     return rows
 
 
-def _bits(export_folder: Path) -> dict[str, Any]:
-    """{"bits": {file: which tensor got which bits, and what the file keeps}} of mixed files; nothing where there is none."""
-    notes = export_folder / "notes.json"
-    made = read_json(notes) if notes.is_file() else {}
-    found = {name: entry["bits"] for name, entry in made.items() if "bits" in entry}
+def _bits(exported: Sequence[ExportedFile], export_folder: Path) -> dict[str, Any]:
+    """{"bits": {file: which tensor got which bits, and what the file keeps}} of mixed files; nothing where there is none.
+
+    It is read from beside each file: an export that was cut behind one has no note of it.
+    """
+    mixed = [file.path for file in exported if file.held in MIXED.values()]
+    if not mixed:
+        return {}
+    from edgespec_export.bits.files import choice_of
+
+    found: dict[str, Any] = {}
+    for path in mixed:
+        if (choice := choice_of(path)).is_file():
+            told = read_json(choice)
+            del told["groups"]  # the manifest goes without the losses of what was not taken
+            found[path.relative_to(export_folder).as_posix()] = told
     return {"bits": found} if found else {}
 
 

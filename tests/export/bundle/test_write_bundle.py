@@ -14,7 +14,7 @@ import pytest
 from edgespec_export.bundle import write as write_file
 from edgespec_export.bundle.default_choice import untimed_default
 from edgespec_export.bundle.write import check_same_tokenizer, write_bundle
-from edgespec_export.formats.export import ExportedFile, export_pair, streamed_bytes
+from edgespec_export.formats.export import ExportedFile, export_pair, exported_files, streamed_bytes
 from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model, stop_ids_of
 from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
@@ -298,6 +298,19 @@ def test_chat_stops_where_training_did(made: dict[str, Path], tmp_path: Path) ->
     write(tmp_path / "bundle", made, target=target)
     trained = stop_ids_of(target, load_tokenizer(target))
     assert ChatTokenizer(tmp_path / "bundle" / "tokenizer").stop_ids == {*trained} == {0, 2, 3}
+
+
+def test_the_bits_of_a_mixed_file_are_told_without_its_note(tmp_path: Path) -> None:
+    """An export that was cut behind the file, as by a reader of its pipe who left, goes on without the note."""
+    options = ExportOptions(onnx=("fp32", "mixed"), gguf=("q_mixed",))
+    choice = {"bits": 4.5, "kinds": {"lm_head.weight": "int8"}, "groups": {"lm_head": {"int8": 0.1}}}
+    write_json(tmp_path / "target" / "onnx-mixed" / "bits.json", choice)
+    write_json(tmp_path / "target" / "gguf" / "target-q_mixed.bits.json", choice)
+    told = {name: value for name, value in choice.items() if name != "groups"}
+    assert write_file._bits(exported_files(tmp_path, options), tmp_path) == {
+        "bits": {"target/onnx-mixed": told, "target/gguf/target-q_mixed.gguf": told}
+    }
+    assert write_file._bits(exported_files(tmp_path, ExportOptions()), tmp_path) == {}
 
 
 def test_c_is_that_of_the_graph_that_runs(
