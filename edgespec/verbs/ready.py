@@ -69,15 +69,16 @@ def _make(name: str, drafter: Path) -> Path:
         )
     out = folder_of(name, drafter, file)
     made = out / "bundle" / MANIFEST
-    if not made.is_file():
+    copied = [out / "export", out / "verify"]  # the bundle has copies of what is in them
+    if not made.is_file() or any(map(Path.exists, copied)):
         command = f"edgespec chat {name}"
         with held(out, command, wait=True), print_as_notes():
             if not made.is_file():  # another process may have made it meanwhile
                 note(f"making the ready pair {name} (once; about 2 minutes)")
                 _export(name, drafter, out)
-                for folder in ("export", "verify"):  # the bundle has copies of what is in them
-                    shutil.rmtree(out / folder, ignore_errors=True)
-                remove_older(out, command)  # what other versions made of the pair
+            for folder in copied:
+                shutil.rmtree(folder, ignore_errors=True)
+            remove_older(out, command)  # what other versions made of the pair
     return made.parent
 
 

@@ -1,4 +1,4 @@
-"""A ready pair that cannot be made: what is said fits the verb that asked for it."""
+"""A ready pair that cannot be made: what is said fits the verb that asked for it. One whose making was cut at its end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from edgespec.core.errors import InputError
+from edgespec.core.files import write_text
+from edgespec.core.manifest import MANIFEST
 from edgespec.planning.preflight import check_memory
 from edgespec.recipe.targets import FoundTarget
 from edgespec.verbs import ready
@@ -35,3 +37,17 @@ def test_too_little_memory_names_no_option_that_chat_does_not_have(
     assert "1.39 GiB of memory and 300 MiB are free" in said
     assert said.endswith("; close other programs, then run the same command again")
     assert "--" not in said
+
+
+def test_what_was_left_beside_a_whole_bundle_goes_with_the_next_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its making was cut behind the bundle: by a kill, by Ctrl-C, by a reader of its notes who left."""
+    pair = tmp_path / "tiny-0123456789ab"
+    for name in (f"bundle/{MANIFEST}", "export/target/gguf/target-q4_1.gguf", "verify/verify.json"):
+        write_text(pair / name, "")
+    monkeypatch.setattr(ready, "gguf_of", lambda name: tmp_path / "tiny.gguf")
+    monkeypatch.setattr(ready, "folder_of", lambda *_: pair)
+    monkeypatch.setattr(ready, "_export", lambda *_: pytest.fail("made again"))
+    assert ready._make("tiny", tmp_path / "drafter") == pair / "bundle"
+    assert [folder.name for folder in pair.iterdir()] == ["bundle"]
