@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import resource
 import sys
-import tempfile
 from bisect import bisect_left
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -46,7 +45,7 @@ from edgespec_recipes.training.objective import Objective, overlap
 from edgespec_recipes.training.trainer import collate, train
 
 from benchmarks.common import begun, command_line, kept, numbers, same_options, whole_numbers, words
-from edgespec.core.files import read_json
+from edgespec.core.files import read_json, scratch_beside
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import table
 from edgespec.model_folder.config import read_config
@@ -112,16 +111,16 @@ def part_of(
 ) -> Iterator[tuple[Path, Path, int]]:
     """(the first texts with about `tokens` written tokens, the last `held_out` texts, how many tokens the first ones have).
 
-    They are copies in a folder of `out`, which goes in the end. Only a head reads their `states`: without, these are empty.
+    They are copies in a folder of `out`, which goes in the end, or before the next ones where a run was killed. Only a head reads
+    their `states`: without, these are empty.
     """
     sizes = [len(text[1]) for shard in sorted(written.glob("shard-*.jsonl")) for text in texts(shard)]
     last = max(0, len(sizes) - held_out)
     have = [0, *accumulate(sizes[:last])]
     count = min(last, bisect_left(have, tokens))
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as place:
-        learnt = copy(written, Path(place) / "learnt", range(count), states=states)
-        others = copy(written, Path(place) / "held-out", range(last, len(sizes)), states=states)
+    with scratch_beside(out / "texts", "part") as place:
+        learnt = copy(written, place / "learnt", range(count), states=states)
+        others = copy(written, place / "held-out", range(last, len(sizes)), states=states)
         yield learnt, others, have[count]
 
 

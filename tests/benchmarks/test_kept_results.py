@@ -85,6 +85,7 @@ def test_copies_have_the_first_and_the_last_texts_and_go(
     written: Path, tmp_path: Path, tokens: int, texts: int
 ) -> None:
     rows, out = read_responses(written), tmp_path / "out"
+    (out / ".texts.part.0123abcd" / "learnt").mkdir(parents=True)  # of a run that was killed
     with part_of(written, out, tokens, 3, states=True) as (learnt, held_out, have):
         assert (read_responses(learnt), read_responses(held_out)) == (rows[:texts], rows[-3:])
         assert have == texts * ANSWER
