@@ -112,11 +112,15 @@ class LlamaServer(OtherEngine):
                 self._command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
             )
         end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end and self._process.poll() is None:
-            with contextlib.suppress(OSError):  # not yet listening, or still loading
-                self._ask("/health", None)
-                return self
-            time.sleep(0.1)
+        try:
+            while time.monotonic() < end and self._process.poll() is None:
+                with contextlib.suppress(OSError):  # not yet listening, or still loading
+                    self._ask("/health", None)
+                    return self
+                time.sleep(0.1)
+        except BaseException:  # Ctrl-C while it loads: nobody will leave what was not entered
+            self._end()
+            raise
         code = self._process.poll()
         told = f"was not ready after {START_SECONDS:.0f} s" if code is None else f"ended with code {code}"
         raise EdgespecError(f"{self.name} {told}: {self._end()}")

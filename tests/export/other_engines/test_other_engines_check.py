@@ -280,6 +280,20 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
         engine.__enter__()
 
 
+def test_a_server_that_is_interrupted_while_it_loads_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    path = program(tmp_path, "llama-server", "import time; time.sleep(60)")
+    engine = LlamaServer(path, tmp_path, tmp_path, 64, STOPS)
+    monkeypatch.setattr(LlamaServer, "_ask", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.__enter__()
+    assert engine._process.poll() is not None
+
+
 def test_equal_texts() -> None:
     ours = Ours((5, 6), "Hello you", RawCounts())
     assert same_text(ours, Answer((5, 6), None, 2))
