@@ -84,7 +84,8 @@ def states_at(
             hooks.callback(handle.remove)
         seen = hooks.enter_context(_output_layer_sees(model, lambda hidden: hidden[keep]))
         logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
-    return torch.cat([*below, seen[0]], -1), logits
+    # of a model over several GPUs, a layer may be on another one than the output layer
+    return torch.cat([*(states.to(seen[0].device) for states in below), seen[0]], -1), logits
 
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -130,7 +131,8 @@ class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         past = self.get_seq_length()
-        self._room = [buffer[indices] for buffer in self._room]
+        own = indices.to(self.device)  # of a model over several GPUs, the layer may be on another one
+        self._room = [buffer[own] for buffer in self._room]
         self.keys, self.values = (buffer[..., :past, :] for buffer in self._room)
 
     def reorder(self, slots: Tensor) -> None:

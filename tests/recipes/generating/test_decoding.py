@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from edgespec_recipes.generating import decoding
-from edgespec_recipes.generating.decoding import BatchDecoder, left_pad, logits_at, sample_responses
+from edgespec_recipes.generating.decoding import (
+    BatchDecoder,
+    left_pad,
+    logits_at,
+    sample_responses,
+    states_at,
+)
 from edgespec_recipes.losses.distributions import draw, warp
 from small_llama import PROMPTS, greedy, small_llama
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def plain_warp(logits: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -125,3 +134,53 @@ def test_logits_at_equals_picking_from_all_logits() -> None:
         found = logits_at(model, keep, input_ids=tokens)
         torch.testing.assert_close(found, model(tokens).logits[keep])
         assert model(tokens).logits.shape == (3, 9, 60)  # the hook is gone
+
+
+class Elsewhere:
+    """Values on a second device, which is not here: they can be brought to the first one, and nothing else."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def to(self, device: torch.device) -> Tensor:
+        return self.values.to(device)
+
+
+def test_a_layer_on_another_device_keeps_the_rows_that_stay() -> None:
+    layer, states = decoding._RoomyLayer(), torch.arange(24.0).view(3, 2, 2, 2)
+    layer.update(states, states)
+    rows: Any = Elsewhere(torch.tensor([2, 0]))
+    layer.batch_select_indices(rows)
+    assert torch.equal(layer.keys, states[[2, 0]])
+
+
+class ElsewhereNorm(nn.Module):
+    def forward(self, hidden: Tensor) -> Elsewhere:
+        return Elsewhere(2 * hidden)
+
+
+class OverTwoDevices(nn.Module):
+    """Its only layer is on another device than its output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Module()
+        layer.input_layernorm = ElsewhereNorm()
+        self.model: Any = nn.Module()
+        self.model.layers = nn.ModuleList([layer])
+        self.head = nn.Linear(4, 5)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        hidden = nn.functional.one_hot(input_ids, 4).float()
+        self.model.layers[0].input_layernorm(hidden)
+        return SimpleNamespace(logits=self.head(hidden))
+
+
+def test_states_of_a_layer_on_another_device() -> None:
+    tokens = torch.tensor([[3, 1]])
+    states, _ = states_at(OverTwoDevices(), torch.tensor([[False, True]]), tokens, early=(0,))
+    hidden = nn.functional.one_hot(tokens, 4).float()
+    assert torch.equal(states, torch.cat([2 * hidden, hidden], -1))
