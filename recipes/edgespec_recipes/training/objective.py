@@ -113,7 +113,8 @@ class Objective:
         if self.last is not self.main:
             self.divergence = self.last if int(batches[0]["slot"][0]) >= self.last_from_slot else self.main
         if self.options.student_fraction > 0:
-            draft = whole(model)
+            # a sharded one's plain twin lies on the CPU
+            draft = whole(model).to(batches[0]["input_ids"].device)
             batches = [self.write(draft, batch) for batch in batches]
         if self.options.labels == "hard":
             return label_losses(model, batches, inputs_of, self.options.mean)

@@ -185,6 +185,29 @@ def test_the_drafter_learns_from_what_it_writes() -> None:
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
+def test_a_sharded_drafter_writes_where_its_rows_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plain twin lies on the CPU, and the rows with their random numbers on a GPU."""
+
+    class Twin:
+        device = torch.device("cpu")
+
+        def to(self, device: torch.device) -> Twin:
+            self.device = device
+            return self
+
+    def write(draft: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        places.append(draft.device)
+        return batch
+
+    places: list[torch.device] = []
+    monkeypatch.setattr("edgespec_recipes.training.objective.whole", lambda model: Twin())
+    made = objective(DistillOptions(student_fraction=1.0))
+    monkeypatch.setattr(made, "write", write)
+    elsewhere = torch.device("meta")  # in the place of a GPU
+    made(None, [{name: values.to(elsewhere) for name, values in responses().items()}])
+    assert places == [elsewhere]
+
+
 def test_acceptance_is_one_minus_tvd() -> None:
     draft, batch = small_llama(1), responses(TEXT)
     found = objective(DistillOptions()).acceptance(draft, [batch, batch])
