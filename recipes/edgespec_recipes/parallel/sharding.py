@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 from edgespec_recipes.parallel import processes
 
 _REPLICA = "_edgespec_replica"  # where a sharded model keeps its plain twin
+_OWN_DEVICE = "ACCELERATE_BYPASS_DEVICE_MAP"  # accelerate's: DDP takes the GPU that its model is on
 
 
 def sharded() -> bool:
@@ -32,6 +33,8 @@ def trainer_settings() -> dict[str, Any]:
         "use_cpu": not torch.cuda.is_available(),
         "ddp_find_unused_parameters": False,
     }
+    if torch.cuda.is_available() and processes.backend() == "gloo":  # more processes than GPUs
+        os.environ[_OWN_DEVICE] = "true"  # else the GPU with the process's number, which may not be there
     if sharded():
         settings["fsdp"] = True
         settings["fsdp_config"] = {

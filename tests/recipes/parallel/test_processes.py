@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from edgespec_recipes.parallel import processes
@@ -25,6 +27,10 @@ def test_processes_share_what_accelerators_there_are(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world))
+    monkeypatch.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "false")
     assert processes.device() == torch.device(device)
     assert processes.backend() == backend
     assert trainer_settings()["use_cpu"] is (device == "cpu")  # also where torch has Apple's GPU
+    # accelerate would give DDP the GPU with the process's number
+    own = os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
+    assert own is (gpus > 0 and backend == "gloo")
