@@ -85,6 +85,8 @@ def budgets(given: tuple[str, ...], device: torch.device) -> dict[int | str, int
 
     if given == (AUTO,):
         found: dict[int | str, int] = get_max_memory()
+        if "mps" in found:  # Apple's GPU has the machine's memory, and the target computes on the processor
+            found["cpu"] = found.pop("mps")
     else:
         found = {}
         for item in given:

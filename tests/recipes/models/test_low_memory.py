@@ -163,6 +163,11 @@ def test_auto_is_what_is_free() -> None:
     assert found["cpu"] > 2**20
 
 
+def test_auto_where_apples_gpu_has_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.utils.get_max_memory", lambda: {"mps": 2**33})
+    assert budgets(("auto",), CPU) == {"cpu": 2**33}
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
