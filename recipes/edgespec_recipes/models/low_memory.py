@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from edgespec.core.errors import InputError, MissingExtra
+from edgespec.core.errors import InputError, MissingExtra, OneProcessError
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.models.loading import load_model, quiet, torch_config
 
@@ -105,7 +105,7 @@ def budgets(given: tuple[str, ...], device: torch.device) -> dict[int | str, int
                 )
     main = device.index or 0 if device.type == "cuda" else "cpu"
     if main not in found:
-        raise InputError(
+        raise OneProcessError(  # of several each computes on a GPU of its own
             f"inference.max_memory has no budget for {main}, where the target computes; add {main}=SIZE"
         )
     others = {key: size for key, size in found.items() if key != main and device.type == "cuda"}
@@ -128,7 +128,7 @@ def device_map(folder: Path, dtype: torch.dtype, room: dict[int | str, int]) -> 
     main, left = next(iter(room)), dict(room)
     left[main] -= _bytes(skeleton) - sum(size.values())
     if left[main] < 0:
-        raise InputError(
+        raise OneProcessError(
             f"inference.max_memory gives {main} {room[main] / 2**20:.0f} MiB; the embedding and the output layer alone take "
             f"{(room[main] - left[main]) / 2**20:.0f} MiB there: give more"
         )

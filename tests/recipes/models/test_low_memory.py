@@ -18,7 +18,7 @@ from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.models.low_memory import budgets, device_map, load_target
 from tiny_models import make_model_folder
 
-from edgespec.core.errors import InputError, MissingExtra
+from edgespec.core.errors import InputError, MissingExtra, OneProcessError
 from edgespec.core.files import write_jsonl
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
@@ -90,13 +90,13 @@ def test_devices_are_filled_to_the_byte_one_after_the_other(
     places = device_map(target, torch.float32, {1: rest + 2 * layer, "cpu": layer - 1, 0: 2 * layer})
     assert [places[f"model.layers.{number}"] for number in range(5)] == [1, 1, 0, 0, "disk"]
     assert {places[name] for name in ("model.embed_tokens", "model.norm", "lm_head")} == {1}
-    with pytest.raises(InputError, match="the embedding and the output layer alone take"):
+    with pytest.raises(OneProcessError, match="the embedding and the output layer alone take"):
         device_map(target, torch.float32, {1: rest - 1})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = budgets(("cpu=1GiB", "1=2GiB", "0=3GiB"), torch.device("cuda", 1))
     assert list(found.items()) == [(1, 2 * 2**30), ("cpu", 2**30), (0, 3 * 2**30)]
     assert budgets(("0=3GiB", "cpu=1GiB"), CPU) == {"cpu": 2**30}  # which computes alone
-    with pytest.raises(InputError, match="has no budget for 0, where the target computes"):
+    with pytest.raises(OneProcessError, match="has no budget for 0, where the target computes"):
         budgets(("cpu=1GiB", "1=2GiB"), torch.device("cuda"))
 
 
