@@ -9,6 +9,8 @@ import torch
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.sharding import trainer_settings
 
+from edgespec.recipe.shipped import load_recipe, recipe_file
+
 
 @pytest.mark.parametrize(
     ("gpus", "rank", "world", "device", "backend"),
@@ -34,3 +36,10 @@ def test_processes_share_what_accelerators_there_are(
     # accelerate would give DDP the GPU with the process's number
     own = os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
     assert own is (gpus > 0 and backend == "gloo")
+
+
+def test_the_others_wait_while_one_reads_the_papers_text() -> None:
+    """It turns a million tokens a second into numbers. A socket counts its milliseconds in 31 bits."""
+    recipe = load_recipe(recipe_file("paper-llama-2-7b-chat"))["pretrain"]
+    tokens = recipe["steps"] * recipe["batch_size"] * recipe["context"]
+    assert tokens / 1e6 < processes.PATIENCE.total_seconds() < 2**31 / 1000
