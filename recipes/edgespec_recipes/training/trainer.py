@@ -142,6 +142,7 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
                 "recent_losses": self.recent,
             }
             checkpoints.keep_diverged(self.out, weights, moments, batch, about)
+        processes.wait()  # the first one that ends has torchrun end the others
         named = f" on the rows {ids}" if ids else ""
         return (
             f"the loss is {value} at step {step} of {self.state.max_steps}{named}; model, optimizer and batch lie in "

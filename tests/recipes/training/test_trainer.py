@@ -284,8 +284,11 @@ def test_a_checkpoint_of_another_kind_is_refused(
     assert folder.is_dir()
 
 
-def test_diverging_loss_stops_and_leaves_what_shows_why(tmp_path: Path) -> None:
-    taken = 0
+def test_diverging_loss_stops_and_leaves_what_shows_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, there = 0, list[bool]()
+    monkeypatch.setattr(trainer.processes, "wait", lambda: there.append((tmp_path / "diverged").is_dir()))
 
     def loss(model: LlamaForCausalLM, batches: Sequence[dict[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
         nonlocal taken
@@ -297,6 +300,7 @@ def test_diverging_loss_stops_and_leaves_what_shows_why(tmp_path: Path) -> None:
         trainer.TrainingDiverged, match=r"loss is nan at step 8 of 24 on the rows \[.*learning_rate"
     ) as caught:
         trainer.train(small_model(), in_order(), loss, tmp_path, OPTIONS, seed=SEED, label="train")
+    assert there[-1]  # no process ends while the first one writes it
     about = json.loads((tmp_path / "diverged" / "state.json").read_text())
     assert (about["step"], about["loss"], len(about["recent_losses"])) == (8, "nan", 7)
     assert str(about["row_ids"]) in str(caught.value)
