@@ -28,7 +28,7 @@ from edgespec.core.errors import (
     did_you_mean,
     naming_extras,
 )
-from edgespec.core.no_room import write_error
+from edgespec.core.no_room import memory_error, write_error
 from edgespec.core.options import add_flags, given, usage
 from edgespec.core.texts import forgive_streams, harmless
 from edgespec.verbs.renamed import refuse as refuse_old_name
@@ -323,7 +323,7 @@ def _code_of(arguments: list[str]) -> int:
         if _reader_left(error):
             return DONE
         here = _current_folder()
-        message = write_error(here or os.curdir, error, within=True)
+        message = memory_error(error) or write_error(here or os.curdir, error, within=True)
         if isinstance(error, FileNotFoundError) and not here:
             message = InputError(
                 "the current folder is gone; go to one that is there, then run the same command again"

@@ -296,6 +296,10 @@ def test_a_reader_who_leaves_early_is_no_error_and_a_full_disk_is_one_line(words
         assert done.stderr.count("\n") == 1
 
 
+class OutOfMemoryError(RuntimeError):
+    """As torch has it."""
+
+
 def raising(error: BaseException) -> Callable[[object], int]:
     def run(_: object) -> int:
         raise error
@@ -319,6 +323,11 @@ def raising(error: BaseException) -> Callable[[object], int]:
             "edgespec: it says '\ufffd]0;owned\ufffd'\nand \ufffd2J\n",
         ),
         (OSError(errno.ENOSPC, "full", "a\x1b[2J"), 2, "cannot write a\ufffd[2J: no space left"),
+        (
+            OutOfMemoryError("CUDA out of memory. GPU 0 has 1 MiB free. Including more, it has 7 GiB."),
+            2,
+            "edgespec: CUDA out of memory. GPU 0 has 1 MiB free; end other programs on that GPU and run",
+        ),
         (ZeroDivisionError("a \x1b[2J"), 70, "ZeroDivisionError: a \ufffd[2J\n"),
         (KeyboardInterrupt(), 130, "edgespec: interrupted\n"),
         (ZeroDivisionError("a bug"), 70, "please report it\n"),

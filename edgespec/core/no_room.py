@@ -1,4 +1,4 @@
-"""A write that failed for want of room or rights, as one line: what it was, how much is free, what to do.
+"""A write that failed for want of room or rights, as one line: what it was, how much is free, what to do. And a full GPU.
 
 Libraries say that a disk is full in words of their own, often without the system's error number: NumPy counts bytes, Rust prints
 "os error 28", torch's archive writer finds itself at a wrong position. Knows nothing of what is written.
@@ -66,6 +66,17 @@ def write_error(path: Path | str, error: BaseException, *, within: bool = False)
     if windows == _WINDOWS_ABSENT:
         folder_at(Path(os.fsdecode(path)))  # says it where the drive is not there
     return OneProcessError(_message(path, _FORBIDDEN[number], 0)) if number in _FORBIDDEN else None
+
+
+def memory_error(error: BaseException) -> OneProcessError | None:
+    """The message for torch's error of a GPU whose memory is used up; None for any other error."""
+    if type(error).__name__ != "OutOfMemoryError":  # torch's own: most verbs do not load torch
+        return None
+    told = str(error).partition(" Including ")[0].rstrip(". ")  # what follows is for who knows torch
+    return OneProcessError(
+        f"{told}; end other programs on that GPU and run the same command again, or begin in a new folder with "
+        "smaller batches (--generate.batch-size, --distill.micro-batch-size and the like) or --inference.dtype bfloat16"
+    )
 
 
 def _message(path: Path | str, reason: str, wanted: int) -> str:

@@ -153,6 +153,8 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, **placement: An
                 **corrected_ids(folder),
                 **placement,
             )
+    except torch.OutOfMemoryError:  # says nothing of the folder
+        raise
     except (ImportError, OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
     for name, value in read_generation_config(folder).items():

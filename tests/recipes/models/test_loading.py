@@ -140,6 +140,15 @@ def test_damaged_weights(spoilt: Path) -> None:
         loading.load_model(spoilt)
 
 
+def test_a_full_gpu_is_no_fault_of_the_folder(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        loading.load_model(model_folder)
+
+
 def test_code_in_a_model_folder_never_runs(spoilt: Path) -> None:
     config = json.loads((spoilt / "config.json").read_text())
     config.update(
