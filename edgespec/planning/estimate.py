@@ -37,8 +37,8 @@ from edgespec.recipe.shipped import made_target
 from edgespec.recipe.targets import TINY_CHAT, shape_of_target
 
 PROMPT_TOKENS = costs.PROMPT_TOKENS
-LOGITS = 2**21
-"""Logits that exist at once in a loss."""
+LOGITS, GPU_LOGITS = 2**21, 2**26
+"""Logits that exist at once in a loss, on a processor and on a GPU."""
 LOGIT_COPIES = 11
 """Float32 tensors of that size that JSD and its gradient hold; the others hold fewer, cross-entropy 5."""
 STORED_AT_ONCE = 4096
@@ -56,7 +56,8 @@ class StageCost:
     """One stage: tokens that go through a model, FLOPs, bytes at the peak of memory, and on the disk.
 
     `disk`: what it leaves there at its largest. `passing`: what lies beside that at most, and is deleted before the stage ends.
-    `reading`: bytes of weights and caches that each of its processes reads for one token after another.
+    `reading`: bytes of weights and caches that each of its processes reads for one token after another. `on_gpu`: bytes of memory
+    that a GPU takes beside `memory`.
     """
 
     stage: str
@@ -66,6 +67,7 @@ class StageCost:
     disk: int
     passing: int = 0
     reading: float = 0.0
+    on_gpu: int = 0
 
     @property
     def folder(self) -> str:
@@ -94,9 +96,9 @@ def _id_bytes(shape: ModelShape) -> int:
     return 2 if shape.vocab_size <= 2**16 else 4
 
 
-def _loss_bytes(shape: ModelShape, tokens: int) -> int:
-    """Logits a chunk at a time, and the output layer's gradient while it is summed up."""
-    logits = LOGIT_COPIES * min(LOGITS, shape.vocab_size * tokens)
+def _loss_bytes(shape: ModelShape, tokens: int, most: int = LOGITS) -> int:
+    """Logits a chunk at a time, `most` of them, and the output layer's gradient while it is summed up."""
+    logits = LOGIT_COPIES * min(most, shape.vocab_size * tokens)
     return costs.FLOAT * (logits + shape.vocab_size * shape.hidden)
 
 
@@ -128,7 +130,8 @@ def _training(
     )
     kept = CHECKPOINTS * costs.checkpoint_bytes(trained) + costs.weight_bytes(trained)
     total = flops + costs.training_flops(trained, passes * tokens, options.context)
-    return StageCost(stage, tokens, total, needed + memory, kept + disk)
+    more = _loss_bytes(trained, at_once, GPU_LOGITS) - _loss_bytes(trained, at_once)
+    return StageCost(stage, tokens, total, needed + memory, kept + disk, on_gpu=more)
 
 
 def bytes_a_weight(how: InferenceOptions, target: ModelShape) -> float:

@@ -112,8 +112,9 @@ def stage_times(
         writing = (cost.disk + cost.passing + read) / DISK_RATE if cost.stage in ON_HOST else 0.0
         seconds, binds = max((computing, "arithmetic"), (reading, "memory"), (writing, "disk"))
         elsewhere = cost.stage in ON_HOST and not hardware.measured
-        fits = elsewhere or not hardware.memory or cost.memory <= hardware.memory
-        found.append(StageTime(cost, devices, seconds, cost.memory, fits, binds))
+        memory = cost.memory + (0 if hardware.measured else cost.on_gpu)
+        fits = elsewhere or not hardware.memory or memory <= hardware.memory
+        found.append(StageTime(cost, devices, seconds, memory, fits, binds))
     return found
 
 

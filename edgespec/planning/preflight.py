@@ -117,7 +117,7 @@ def shortages(
             if room.on_gpu and stage.stage in ON_HOST:
                 continue
             sharing = room.sharing if stage.stage in TOGETHER else 1
-            memory = sharing * (stage.memory + RUNNING)
+            memory = sharing * (stage.memory + RUNNING + (stage.on_gpu if room.on_gpu else 0))
             if memory > room.memory:
                 name = stage.folder + (f" in {sharing} processes" if sharing > 1 else "")
                 lighter = _memory_cures(stage.folder)

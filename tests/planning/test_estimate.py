@@ -27,6 +27,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size
 from edgespec.planning import costs, export_costs
 from edgespec.planning.estimate import (
+    GPU_LOGITS,
     LOGITS,
     STORED_AT_ONCE,
     StageCost,
@@ -232,7 +233,7 @@ def test_flops_of_a_step_of_distillation(options: dict[str, Any]) -> None:
 
 
 def test_what_the_rooms_use_is_what_is_counted() -> None:
-    assert output_loss.CHUNK == LOGITS
+    assert (output_loss.CHUNK, output_loss.ACCELERATOR_CHUNK) == (LOGITS, GPU_LOGITS)
     assert target_store.PASS_TOKENS == STORED_AT_ONCE
     assert subcloning.PASS_TOKENS == costs.MEASURED_AT_ONCE
     assert replies.REPLY_TOKENS == export_costs.REPLY_TOKENS

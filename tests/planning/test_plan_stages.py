@@ -10,7 +10,7 @@ import pytest
 from paper_plan import DRAFTER, TARGET
 from repository import REPOSITORY
 
-from edgespec.planning.estimate import disk_peak
+from edgespec.planning.estimate import GPU_LOGITS, LOGIT_COPIES, LOGITS, disk_peak
 from edgespec.planning.export_costs import passing_bytes
 from edgespec.planning.hardware import GIB, Hardware
 from edgespec.planning.plan_stages import (
@@ -75,6 +75,14 @@ def test_each_process_holds_its_share_of_a_batch() -> None:
     assert many["pretrain"].memory < one["pretrain"].memory
     assert many["pretrain"].cost.flops == one["pretrain"].cost.flops
     assert not timed(values, replace(ROUND, memory=20 * GIB))["generate"].fits
+
+
+def test_a_gpu_computes_more_logits_at_once() -> None:
+    values = {"pretrain": {"batch_size": 32, "context": 512}}
+    gpu, machine = (timed(values, replace(ROUND, measured=measured)) for measured in (False, True))
+    assert gpu["pretrain"].memory - machine["pretrain"].memory == 4 * LOGIT_COPIES * (GPU_LOGITS - LOGITS)
+    assert gpu["generate"].memory == machine["generate"].memory
+    assert not timed(values, replace(ROUND, memory=gpu["pretrain"].memory - 1))["pretrain"].fits
 
 
 def test_how_many_devices_can_share_the_batches() -> None:

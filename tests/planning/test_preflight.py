@@ -75,6 +75,13 @@ def test_a_gpu_is_not_asked_for_what_the_machine_does() -> None:
     assert len(shortages(stages, Room(4 * GIB, 3 * GIB), HERE)) == 1
 
 
+def test_a_gpu_takes_more_for_a_training() -> None:
+    stages = [StageCost("distill", 0, 0.0, GIB, 0, on_gpu=GIB)]
+    assert shortages(stages, Room(GIB, GIB + RUNNING), HERE) == []
+    assert shortages(stages, Room(GIB, 2 * GIB + RUNNING, on_gpu=True), HERE) == []
+    assert len(shortages(stages, Room(GIB, 2 * GIB, on_gpu=True), HERE)) == 1
+
+
 def test_refusal_names_every_shortage_and_the_way_on() -> None:
     refuse([])
     with pytest.raises(InputError) as seen:
