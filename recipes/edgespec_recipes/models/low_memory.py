@@ -37,6 +37,9 @@ def load_target(folder: Path, how: InferenceOptions, device: torch.device) -> An
     if how.bits is not None:
         model = load_model(folder, dtype, **_rounded(how, device))
     elif how.max_memory:
+        from accelerate.utils import release_memory
+
+        release_memory()  # a target that was spread before is held by its own hooks
         places = device_map(folder, dtype, budgets(how.max_memory, device))
         scratch = tempfile.mkdtemp(prefix="edgespec-")  # stays empty where the files can be read as they are
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)

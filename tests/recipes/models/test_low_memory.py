@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +68,16 @@ def test_weights_that_cannot_be_read_leave_no_folder_behind(
     with pytest.raises(InputError, match="cannot be loaded"):
         load_target(spoilt, SPREAD, CPU)
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_a_target_that_was_spread_before_is_gone(target: Path) -> None:
+    gc.disable()  # it comes when it will, and not when a device is full
+    try:
+        before = weakref.ref(load_target(target, SPREAD, CPU))
+        load_target(target, SPREAD, CPU)
+        assert before() is None
+    finally:
+        gc.enable()
 
 
 def test_whole_layers_fill_the_budget_in_order(target: Path) -> None:
