@@ -122,11 +122,13 @@ def divergence_errors(
     in the draft's logits the cosine (`gradient_cosine`) and the ratio of the norms, stored to live (`gradient_ratio`).
     """
     errors = {}
+    # torch would keep the random states of all GPUs, and warn of it
+    own = [draft_logits.device] if draft_logits.is_cuda else []
     for name, function in functions.items():
         values, gradients = [], []
         for target in (live_logits, stored_logits):
             leaf = draft_logits.detach().float().requires_grad_()
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(own):
                 torch.manual_seed(0)  # a loss that draws tokens draws alike from both
                 value = function(leaf, target).mean()
             gradients.append(torch.autograd.grad(value, leaf)[0].flatten().double())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -94,3 +95,13 @@ def test_a_loss_that_draws_tokens_has_no_error_where_the_store_is_the_target() -
     assert (found["relative_error"], found["gradient_ratio"]) == (0.0, 1.0)
     assert found["gradient_cosine"] == pytest.approx(1)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_error_is_measured_without_a_word_where_there_are_several_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    draft, target = pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert divergence_errors({"tvd": tvd}, draft, target, target)["tvd"]["relative_error"] == 0
