@@ -153,10 +153,11 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
         )
 
     objective = Objective(target, options, stops=stops, seed=seed, store=store, reference=reference)
-    watched = []
-    if len(held):
-        batch = collate([{**responses[row], "kind": mixing.TARGET} for row in held.tolist()])  # type: ignore[dict-item]
-        watched = [{name: values.to(device) for name, values in batch.items()}]
+    watched: list[Any] = []
+    size = options.micro_batch_size or max(1, len(held))  # a pass has memory for no more
+    for at in range(0, len(held), size):
+        rows: list[Any] = [{**responses[row], "kind": mixing.TARGET} for row in held[at : at + size].tolist()]
+        watched.append({name: values.to(device) for name, values in collate(rows).items()})
     counts = train(
         draft,
         mixing.Mixture(sources, parts, options.steps * options.batch_size, seed),

@@ -155,6 +155,23 @@ def test_watched_rows_are_not_learnt(
     assert read_by_steps == {0, 1, 2, 4, 5}
 
 
+def test_watched_rows_take_no_more_memory_than_a_micro_batch(
+    pair: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[list[int]] = []
+    plain = objective.Objective.acceptance
+
+    def acceptance(self: Any, model: Any, batches: Any) -> dict[str, float]:
+        sizes.append([len(batch["input_ids"]) for batch in batches])
+        return plain(self, model, batches)
+
+    monkeypatch.setattr(objective.Objective, "acceptance", acceptance)
+    options = replace(OPTIONS, steps=1, context=32, watch_steps=1, watch_rows=3)
+    for micro in (None, 1):
+        run(tmp_path / f"{micro}", pair, replace(options, micro_batch_size=micro))
+    assert sizes == [[3], [1, 1, 1]]
+
+
 def test_what_was_stored_of_other_responses_is_refused(pair: dict[str, Path], tmp_path: Path) -> None:
     """A damaged shard of responses is written again, on another machine perhaps with other text; the store is whole."""
     options = replace(OPTIONS, divergence="fkl", target_side="stored")
