@@ -104,6 +104,8 @@ VERBS = {
 }
 RESUMES = {"plan", "build-drafter", "export", "push", "pull", "study"}
 """Verbs that go on where they were interrupted."""
+PROCESSES = "edgespec_recipes.parallel.processes"
+"""The room that a verb has loaded where several processes of torchrun may run it."""
 
 
 class _Help(argparse.HelpFormatter):
@@ -300,6 +302,8 @@ def main(argv: list[str] | None = None) -> int:
         _flush()
     except OSError:  # it was said, or the reader of a pipe left; Python would try once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if code and (processes := sys.modules.get(PROCESSES)):
+        processes.fail(code)
     return code
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -294,6 +295,19 @@ def test_a_reader_who_leaves_early_is_no_error_and_a_full_disk_is_one_line(words
         assert done.returncode == 2
         assert "cannot write standard output: no space left on the disk" in done.stderr
         assert done.stderr.count("\n") == 1
+
+
+def test_one_of_several_processes_is_told_that_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgespec.verbs import targets
+
+    codes: list[int] = []
+    processes = ModuleType("processes")
+    vars(processes)["fail"] = codes.append
+    monkeypatch.setitem(sys.modules, "edgespec_recipes.parallel.processes", processes)
+    for run in (raising(InputError("no")), lambda _: 0):
+        monkeypatch.setattr(targets, "run", run)
+        main(["targets"])
+    assert codes == [2]
 
 
 class OutOfMemoryError(RuntimeError):

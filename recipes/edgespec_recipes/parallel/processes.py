@@ -20,6 +20,7 @@ from edgespec.core.errors import InputError
 
 # A process waits while another one reads a text: for the 600B tokens of the paper's recipe a week, at a million a second.
 PATIENCE = datetime.timedelta(days=14)
+_failed = 0  # the exit code of a process that ends with an error
 
 
 def world() -> int:
@@ -51,8 +52,25 @@ def start() -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(device())
         dist.init_process_group(backend(), timeout=PATIENCE)
-        # a process that ends with the group's threads still running is at times aborted (SIGABRT) after its work is done
-        atexit.register(dist.destroy_process_group)
+        atexit.register(_leave)
+
+
+def fail(code: int) -> None:
+    """This process will end with an error, `code`, whatever the others do."""
+    global _failed
+    _failed = code
+
+
+def _leave() -> None:
+    """A process that ends with the group's threads still running is at times aborted (SIGABRT) after its work is done.
+
+    NCCL takes leave of all processes together. One that fails alone must not wait for the others: they wait for it, and torchrun
+    ends them only when one has ended.
+    """
+    if _failed:
+        os._exit(_failed)
+    else:
+        dist.destroy_process_group()
 
 
 def wait() -> None:

@@ -38,6 +38,18 @@ def test_processes_share_what_accelerators_there_are(
     assert own is (gpus > 0 and backend == "gloo")
 
 
+@pytest.mark.parametrize(("code", "seen"), [(0, "all leave together"), (70, 70)])
+def test_a_process_that_fails_leaves_alone(code: int, seen: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's end is one of all processes, and the others wait for this one."""
+    left: list[object] = []
+    monkeypatch.setattr(processes, "_failed", 0)
+    monkeypatch.setattr(processes.dist, "destroy_process_group", lambda: left.append("all leave together"))
+    monkeypatch.setattr(os, "_exit", left.append)
+    processes.fail(code)
+    processes._leave()
+    assert left == [seen]
+
+
 def test_the_others_wait_while_one_reads_the_papers_text() -> None:
     """It turns a million tokens a second into numbers. A socket counts its milliseconds in 31 bits."""
     recipe = load_recipe(recipe_file("paper-llama-2-7b-chat"))["pretrain"]
