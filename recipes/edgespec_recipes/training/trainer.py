@@ -205,6 +205,7 @@ def _arguments(out: Path, options: TrainingOptions, seed: int) -> TrainingArgume
         logging_strategy="no",
         logging_nan_inf_filter=False,
         log_level="error",
+        log_level_replica="error",  # of the other processes
         report_to="none",
         disable_tqdm=True,
         remove_unused_columns=False,

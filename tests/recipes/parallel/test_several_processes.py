@@ -172,7 +172,7 @@ def test_nothing_is_said_twice(together: Run) -> None:
         (ended.count("distil, fkl"), 2),
     ):
         assert told <= most
-    assert together.printed.count("There were missing keys") <= 1
+    assert "There were missing keys" not in together.printed  # of a tied output layer
 
 
 def training(**more: Any) -> dict[str, Any]:
