@@ -42,8 +42,8 @@ class InferenceOptions:
     )
     max_memory: tuple[str, ...] = knob(
         (),
-        "torch: spread the target over devices, whole layers at a time: auto, or a budget for each (0=20GiB,cpu=8GiB); "
-        "layers beyond stay on the disk (accelerate)",
+        "torch: spread the target over devices, whole layers at a time: auto (what is free, half of it on a GPU that cannot "
+        "hold all), or a budget for each (0=20GiB,cpu=8GiB); layers beyond stay on the disk (accelerate)",
     )
     bits: int | None = knob(
         None,

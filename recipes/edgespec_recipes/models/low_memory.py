@@ -25,6 +25,8 @@ from edgespec_recipes.models.loading import load_model, quiet, torch_config
 
 DISK = "disk"
 AUTO = "auto"
+# By auto a GPU is filled to one part in so many; the rest is for caches, activations and a drafter that learns.
+WORK = 2
 
 
 def load_target(folder: Path, how: InferenceOptions, device: torch.device) -> Any:
@@ -40,7 +42,7 @@ def load_target(folder: Path, how: InferenceOptions, device: torch.device) -> An
         from accelerate.utils import release_memory
 
         release_memory()  # a target that was spread before is held by its own hooks
-        places = device_map(folder, dtype, budgets(how.max_memory, device))
+        places = placed(folder, dtype, how.max_memory, device)
         scratch = tempfile.mkdtemp(prefix="edgespec-")  # stays empty where the files can be read as they are
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
         try:
@@ -80,6 +82,18 @@ def _rounded(how: InferenceOptions, device: torch.device) -> dict[str, Any]:
         else BitsAndBytesConfig(load_in_8bit=True)
     )
     return {"quantization_config": rounding, "device_map": {"": device}}
+
+
+def placed(
+    folder: Path, dtype: torch.dtype, given: tuple[str, ...], device: torch.device
+) -> dict[str, int | str]:
+    """Where each part of the model goes by the budgets. By `auto` whole on the main device, or with room for work on the GPUs."""
+    room = budgets(given, device)
+    places = device_map(folder, dtype, room)
+    if given == (AUTO,) and set(places.values()) != {next(iter(room))}:
+        half = {key: size if key == "cpu" else size // WORK for key, size in room.items()}
+        places = device_map(folder, dtype, half)
+    return places
 
 
 def budgets(given: tuple[str, ...], device: torch.device) -> dict[int | str, int]:

@@ -17,7 +17,7 @@ from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.generating.target_store import store_targets
 from edgespec_recipes.models import low_memory
 from edgespec_recipes.models.loading import load_model
-from edgespec_recipes.models.low_memory import budgets, device_map, load_target
+from edgespec_recipes.models.low_memory import budgets, device_map, load_target, placed
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError, MissingExtra, OneProcessError
@@ -173,6 +173,23 @@ def test_auto_is_what_is_free() -> None:
     found = budgets(("auto",), CPU)
     assert list(found) == ["cpu"]
     assert found["cpu"] > 2**20
+
+
+def test_auto_leaves_room_for_work_on_a_gpu_that_cannot_hold_all(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(target)
+    whole, layer = (
+        sum(4 * values.numel() for values in part.parameters()) for part in (model, model.model.layers[0])
+    )
+    free, gpu = {0: whole, "cpu": 2**30}, torch.device("cuda", 0)
+    monkeypatch.setattr("accelerate.utils.get_max_memory", lambda: dict(free))
+    assert set(placed(target, torch.float32, ("auto",), gpu).values()) == {0}
+    free[0] -= 1
+    places = placed(target, torch.float32, ("auto",), gpu)
+    layers = (free[0] // 2 - (whole - 5 * layer)) // layer
+    assert 0 < layers < 4
+    assert [places[f"model.layers.{n}"] for n in range(5)] == [0] * layers + ["cpu"] * (5 - layers)
 
 
 def test_auto_where_apples_gpu_has_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
