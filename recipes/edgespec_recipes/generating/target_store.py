@@ -249,6 +249,7 @@ def store_targets(
     shards = [read_json(about_file(data_path(out, number))) for number in range(len(parts))]
     total = sum(sum(shard["positions"]) for shard in shards)
     numbers = processes.gathered(torch.tensor(remade, dtype=torch.long)).tolist()
+    rate = float(processes.total(torch.tensor(tokens / max(1e-9, seconds), dtype=torch.float64)))
     return {
         "stored_rows": len(rows),
         "stored_positions": total,
@@ -257,7 +258,7 @@ def store_targets(
         "mean_remainder": round(sum(shard["remainder"] for shard in shards) / max(1, total), 6),
         "shards": len(parts),
         "remade_shards": [data_path(out, number).name for number in sorted(numbers)],
-        "tokens_per_second": round(tokens / seconds, 1) if tokens and seconds else None,
+        "tokens_per_second": round(rate, 1) or None,
         "precision": precision.name if precision else None,
         "precision_reason": precision.reason if precision else "nothing was left to do",
     }

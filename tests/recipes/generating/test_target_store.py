@@ -261,6 +261,7 @@ def test_two_processes_share_the_shards(store: Path, target: Path, tmp_path: Pat
     assert [told[1, 0]["made"], told[1, 1]["made"]] == [[], [1]]
     assert told[1, 0]["remade_shards"] == told[1, 1]["remade_shards"] == ["shard-00001.npy"]
     assert told[0, 0]["stored_positions"] == told[0, 1]["stored_positions"]
+    assert told[1, 0]["tokens_per_second"] == told[1, 1]["tokens_per_second"] > 0  # of both together
     assert contents(tmp_path / "pair") == contents(store)
     # a group still open at the interpreter's end aborts it now and then
     assert [(tmp_path / f"pair-left-{rank}").read_text() for rank in range(2)] == ["False", "False"]
