@@ -244,7 +244,15 @@ def show(
     print(f"{questions} questions, {given.new} tokens, {given.threads} threads\n")
     print(shown(("file", "T", "plain tok/s", *fixed, CHOSEN, "τ", "α"), gained), end="\n\n")
     print(shown((f"{CHOSEN}, x plain", "T", *kinds), by_kind), end="\n\n")
-    heads = ("tokens a second", "T", "plain", CHOSEN, "llama.cpp's loop", "prompt lookup", "assisted generation")
+    heads = (
+        "tokens a second",
+        "T",
+        "plain",
+        CHOSEN,
+        "llama.cpp's loop",
+        "prompt lookup",
+        "assisted generation",
+    )
     print(shown(heads, others), end="\n\n")
     if given.beside:
         files = [f"x {beside(each)}" for each in given.beside]

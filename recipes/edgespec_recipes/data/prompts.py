@@ -190,8 +190,8 @@ def check_data(data: BuildData, strict: bool = False) -> dict[str, Any]:
     held_out = set(asked.pop(MEASURED, []))
     if known := len(held_out.intersection(chain(*asked.values()))):
         note(
-            f"Note: {known:,} of the {len(held_out):,} held-out prompts in {data.prompts[MEASURED]} are also among those that the "
-            "drafter learns from, so the measured acceptance may be too high. "
+            f"Note: {known:,} of the {len(held_out):,} held-out prompts in {data.prompts[MEASURED]} are also among those that "
+            "the drafter learns from, so the measured acceptance may be too high. "
             f"Name other prompts in {MEASURED}, or self: the target writes them"
         )
     for name, source in data.texts.items():

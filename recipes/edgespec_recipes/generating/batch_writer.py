@@ -75,19 +75,20 @@ def write_texts(
     """Continue every text until a stop token or its end, in the order in which they end.
 
     `engine` is open and empty, with room in each sequence for every prompt and its tokens. `cuts`: see draw_rows. `top_k`:
-    records of so many tokens, 0 for none. Texts are taken one at a time as places fall free. What a prompt shares with the text
-    that had its place before it is not read again: give prompts with one beginning after each other.
+    records of so many tokens, 0 for none. Texts are taken one at a time as places fall free. What a prompt shares with a text
+    that the engine holds is not read again: give prompts with one beginning after each other.
     """
     waiting, ends = iter(texts), frozenset(stops)
+    coming = next(waiting, None)
     places: list[Text | None] = [None] * len(engine.lengths)
-    # the last text of each place, whose tokens the engine still holds
-    before: list[Text | None] = list(places)
+    held: list[Text | None] = list(places)  # whose tokens the engine has in each place; they may have ended
     while True:
-        for number, place in enumerate(places):
-            if place is None and (text := next(waiting, None)):
-                _begin(engine, number, text, before[number])
-                places[number] = text
-        _close_up(engine, places)
+        for number in [number for number, place in enumerate(places) if place is None]:
+            if coming is None or not _begin(engine, number, coming, held):
+                break
+            places[number] = held[number] = coming
+            coming = next(waiting, None)
+        _close_up(engine, places, held)
         pieces = _pieces(places)
         if not pieces:
             return
@@ -103,24 +104,39 @@ def write_texts(
             text.tokens.append(token)
             text.records.append(records[row : row + 1].copy())
             if token in ends or len(text.tokens) >= text.end:
-                places[owner], before[owner] = None, text
+                places[owner] = None
                 yield text.written()
 
 
-def _begin(engine: LlamaCppSequences, number: int, text: Text, before: Text | None) -> None:
-    """Of the text before it in this place, the engine keeps what both begin with."""
+def _begin(engine: LlamaCppSequences, number: int, text: Text, held: Sequence[Text | None]) -> bool:
+    """Give a text this place, with what it begins with like one of `held`, as far as that is read; False where it waits.
+
+    It waits a pass where that at least doubles what it need not read: the texts of one system prompt wait for the first of them.
+    """
+    shared = [_shared(text, other) for other in held]
+    read = [min(count, other.read if other else 0) for count, other in zip(shared, held, strict=True)]
+    if max(shared) >= max(1, 2 * max(read)):
+        return False
+    best = max(range(len(held)), key=lambda place: (read[place], place == number))
+    other = held[best]
+    if best != number:
+        engine.copy(best, number)
+    text.read = engine.cut(number, read[best])
     text.features.append(np.empty((0, engine.width), np.float16))
-    shared = 0
-    if before is not None:
-        most = min(before.read, len(text.tokens) - 1)  # the last token is read anew: its logits are wanted
-        while shared < most and before.tokens[shared] == text.tokens[shared]:
-            shared += 1
-    text.read = engine.cut(number, shared)
-    if before is not None and text.read:
-        text.features.append(np.concatenate(before.features)[: text.read])
+    if other and text.read:
+        text.features.append(np.concatenate(other.features)[: text.read])
+    return True
 
 
-def _close_up(engine: LlamaCppSequences, places: list[Text | None]) -> None:
+def _shared(text: Text, other: Text | None) -> int:
+    """How many tokens of a prompt another text begins with; the last one is read anew, since its logits are wanted."""
+    if other is None:
+        return 0
+    most = min(len(text.tokens) - 1, len(other.request.prompt_ids))
+    return next((at for at in range(most) if text.tokens[at] != other.tokens[at]), most)
+
+
+def _close_up(engine: LlamaCppSequences, places: list[Text | None], held: list[Text | None]) -> None:
     """Move texts from the end into free places: an engine takes sequences with a gap between them in several passes."""
     for number in [number for number, place in enumerate(places) if place is None]:
         last = max((other for other, place in enumerate(places) if place is not None), default=0)
@@ -128,6 +144,7 @@ def _close_up(engine: LlamaCppSequences, places: list[Text | None]) -> None:
             return
         engine.move(last, number)
         places[number], places[last] = places[last], None
+        held[number], held[last] = held[last], None
 
 
 def _pieces(places: Sequence[Text | None]) -> list[Piece]:

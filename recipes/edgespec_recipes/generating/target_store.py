@@ -249,7 +249,7 @@ def store_targets(
     shards = [read_json(about_file(data_path(out, number))) for number in range(len(parts))]
     total = sum(sum(shard["positions"]) for shard in shards)
     numbers = processes.gathered(torch.tensor(remade, dtype=torch.long)).tolist()
-    rate = float(processes.total(torch.tensor(tokens / max(1e-9, seconds), dtype=torch.float64)))
+    rate = float(processes.total(torch.tensor(tokens / seconds if seconds else 0.0, dtype=torch.float64)))
     return {
         "stored_rows": len(rows),
         "stored_positions": total,

@@ -140,12 +140,17 @@ class LlamaCppSequences(LlamaCppModel):
         self.lengths[sequence] = length
         return length
 
-    def move(self, source: int, sequence: int) -> None:
-        """Copy the text of `source` to another sequence's place and empty `source`."""
+    def copy(self, source: int, sequence: int) -> None:
+        """Put the text of `source` into another sequence's place, too."""
         self._lib.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, -1, -1)
+        self.lengths[sequence] = self.lengths[source]
+
+    def move(self, source: int, sequence: int) -> None:
+        """Put the text of `source` into another sequence's place and empty `source`."""
+        self.copy(source, sequence)
         self._lib.llama_memory_seq_rm(self._memory, source, -1, -1)
-        self.lengths[sequence], self.lengths[source] = self.lengths[source], 0
+        self.lengths[source] = 0
 
 
 def wants_copy(file: Path) -> bool:

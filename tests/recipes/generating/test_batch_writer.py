@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,37 @@ def test_greedy_texts_are_those_of_one_sequence(engine: LlamaCppSequences, alone
     assert {text.id: text.tokens for text in found} == wanted
     assert len({len(tokens) for tokens in wanted.values()}) > 2
     assert len(wanted[22]) == 1
+
+
+@pytest.fixture
+def passes(engine: LlamaCppSequences, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The sizes of the pieces of every pass."""
+    plain, found = engine.forward, []
+
+    def noted(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+        found.append([len(piece.tokens) for piece in pieces])
+        return plain(pieces)
+
+    monkeypatch.setattr(engine, "forward", noted)
+    return found
+
+
+def test_what_prompts_begin_with_is_read_once(
+    engine: LlamaCppSequences, alone: LlamaCppEngine, passes: list[list[int]]
+) -> None:
+    """Two system prompts, questions of unlike lengths."""
+    systems, questions = (
+        [request.prompt_ids for request in some_requests(sizes)]
+        for sizes in ([20, 90], [5, 40, 7, 9, 6, 8, 33, 11])
+    )
+    prompts = [[*system, 480 + at, *question] for system in systems for at, question in enumerate(questions)]
+    texts = texts_of([Request(number, [], prompt, 0.0) for number, prompt in enumerate(prompts)])
+    found = written(engine, texts, 4)
+    assert {text.id: text.tokens for text in found} == {
+        text.request.id: greedy(alone, text, [STOP]) for text in texts
+    }
+    own = 2 * sum(1 + len(question) for question in questions)
+    assert sum(map(sum, passes)) == 20 + 90 + own + sum(len(text.tokens) - 1 for text in found)
 
 
 def test_records_and_features_are_those_of_one_pass(folder: Path, engine: LlamaCppSequences) -> None:
