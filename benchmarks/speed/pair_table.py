@@ -10,9 +10,10 @@
 Every question of the built-in suite (`--each` of a kind) is answered once by every rival of a file, in an order of its own.
 Rivals are edgespec's plain decoding, its fixed draft lengths and its chosen one; for a GGUF file also llama.cpp's own loop and
 llama-cpp-python's prompt lookup, unless `--alone`; with `--beside` llama.cpp's own loop on other files, which may then use flash
-attention where it likes; with `--transformers` the same target in torch, plain, with prompt lookup, and with `--assistant` in assisted
-generation, as transformers sets it up. Tokens a second count from the first token on. All figures are medians over questions,
-with 95 % bootstrap intervals. With `--json` a run that was cut off goes on at its next question, also with a larger `--each`.
+attention where it likes; with `--transformers` the same target in torch, plain, with prompt lookup, and with `--assistant` in
+assisted generation, as transformers sets it up. Tokens a second count from the first token on. All figures are medians over
+questions, with 95 % bootstrap intervals. With `--json` a run that was cut off goes on at its next question, also with a larger
+`--each`.
 
 Tables: what drafts gain, with τ of the chosen ones and α of the longest fixed ones at each position; the chosen drafts by kind of
 question; tokens a second beside the other programs; with `--beside`, edgespec against these files.

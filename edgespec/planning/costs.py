@@ -125,6 +125,10 @@ def cutting_bytes(target: ModelShape, drafter: ModelShape) -> int:
     return weight_bytes(target) + 2 * weight_bytes(drafter) + passing
 
 
+CACHE_BYTES = 2**30
+"""Of all texts that a file writes at once: with weights, logits and kept states a small target stays below 4 GiB."""
+
+
 def cache_values(shape: ModelShape) -> int:
     """Keys and values of one token in all layers."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim

@@ -43,6 +43,32 @@ def test_where_the_target_runs() -> None:
     assert evaluated.pop() > costs.weight_bytes(TARGET)
 
 
+def test_a_file_writes_as_many_texts_at_once_as_have_room() -> None:
+    """A plan for 64 texts of a 7B at once asked for 34 GB, and the build was refused."""
+    target = shape_of_target("llama-2-7b-chat")
+
+    def memory(source: str, at_once: int) -> int:
+        recipe = resolve(
+            {"target": "x"},
+            {
+                "generate": {"batch_size": at_once},
+                "inference": {"source": source, **SOURCES[source]},
+            },
+        )
+        found = {cost.stage: cost for cost in estimate(recipe, target, DRAFTER)}
+        others = costs.sampling_bytes(target, at_once) + costs.passing_activation_bytes(
+            target, at_once * 128, 128
+        )
+        return found["generate"].memory - others
+
+    assert (
+        memory("file", 64)
+        == memory("file", 32)
+        == memory("file", 1) + 2**30 - costs.cache_bytes(target, 1, 256)
+    )
+    assert memory("torch", 64) - memory("torch", 32) == costs.cache_bytes(target, 32, 256)
+
+
 def test_a_file_keeps_its_distributions_while_it_writes() -> None:
     file = {"inference": {"source": "file", **SOURCES["file"]}}
     found, torch = stages({**STORED, **file}), stages(STORED)

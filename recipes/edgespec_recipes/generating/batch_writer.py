@@ -37,8 +37,6 @@ from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted
 
-# keys and values of all texts: with weights, logits and kept states a small target stays below 4 GiB
-CACHE_BYTES = 2**30
 CACHE_VALUE = 2  # bytes: llama.cpp's cache is float16
 COPIES = "copies"  # in edgespec's cache folder
 
@@ -174,7 +172,7 @@ def _keep(places: Sequence[Text | None], pieces: Sequence[Piece], features: np.n
 
 
 class BatchWriter(Writer):
-    """A GGUF file that writes `generate.batch_size` responses at once, or as many as CACHE_BYTES hold.
+    """A GGUF file that writes `generate.batch_size` responses at once, or as many as costs.CACHE_BYTES hold.
 
     `top_k`: keep the distributions' k most probable tokens; `generate.features`: keep the last hidden states.
     Raises InputError where the file is not the target's, BundleError where llama.cpp refuses it.
@@ -211,7 +209,7 @@ class BatchWriter(Writer):
     def at_once(self, length: int) -> int:
         """How many texts of `length` tokens are written at once."""
         room = -(-length // CONTEXT_STEP) * CONTEXT_STEP
-        return max(1, min(self.options.batch_size, CACHE_BYTES // (self._token_bytes * room)))
+        return max(1, min(self.options.batch_size, costs.CACHE_BYTES // (self._token_bytes * room)))
 
     def answers(self, number: int, requests: list[Request]) -> Answers:
         new = self.options.max_new_tokens

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
-from edgespec_recipes.generating import batch_writer, target_store
+from edgespec_recipes.generating import target_store
 from edgespec_recipes.generating.batch_writer import BatchWriter, Text, write_texts
 from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.generating.file_target import FileWriter
@@ -42,6 +42,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.core.options import to_mapping
 from edgespec.core.progress import Bar
+from edgespec.planning import costs
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 
 TOP_K = 8
@@ -345,7 +346,7 @@ def test_how_many_are_written_at_once(
     assert writer.at_once(300) == 4
     shape = read_json(folder / TARGET / "config.json")
     token = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    monkeypatch.setattr(batch_writer, "CACHE_BYTES", 3 * token * 512)
+    monkeypatch.setattr(costs, "CACHE_BYTES", 3 * token * 512)
     assert (writer.at_once(300), writer.at_once(200), writer.at_once(1024)) == (3, 4, 1)
 
 
