@@ -130,7 +130,7 @@ class Build(ExportStages):
         options, target_shape = self.recipe.drafter, shape_in(target / "config.json")
         shape = drafter_shape(target_shape, options)
         print(describe(target_shape, shape), flush=True)
-        self._drop_files_too_large(target_shape, shape, self.recipe.target)
+        self._drop_files_too_large(target_shape, shape, self.recipe.target, own_file(target))
 
         def plan(place: Path) -> dict[str, Any]:
             # what cannot be trained or exported is said now, and not after the target has written for hours

@@ -32,6 +32,7 @@ from edgespec.recipe.read import RECIPE_FILE, dump_recipe
 from edgespec.recipe.schema import GenerateOptions, Recipe
 from edgespec.recipe.targets import FoundTarget
 from edgespec.stages import sources
+from edgespec.stages.own_gguf import OwnFile
 from edgespec.stages.record import Reads, clear_if_inputs_changed
 from edgespec.stages.stage import STAGE_FILE, Body, Processes, reopen, run_stage
 from edgespec.stages.training_facts import training_of
@@ -148,18 +149,21 @@ class ExportStages:
         for text in check_pair(target, drafter, self.recipe.export):
             step(f"Note: {text}")
 
-    def _drop_files_too_large(self, target: ModelShape, drafter: ModelShape, name: str) -> None:
+    def _drop_files_too_large(
+        self, target: ModelShape, drafter: ModelShape, name: str, own: OwnFile | None = None
+    ) -> None:
         """Where the files are for a device: show the memory they take there, and leave out those that it has no room for.
 
-        Raises InputError where what is to run takes too much.
+        `own`: the target's own GGUF file. Raises InputError where what is to run takes too much.
         """
         device = device_of(self.recipe)
         if device is None:
             return
-        found = fit(device, target, drafter)
+        size = None if own is None else own.bytes
+        found = fit(device, target, drafter, size)
         print(f"\n{found.table()}", flush=True)
         check_fit(found, name, self.fit_flags)
-        before, self.recipe = self.recipe.export, fitting(self.recipe, target, drafter)
+        before, self.recipe = self.recipe.export, fitting(self.recipe, target, drafter, size)
         kept = files_of(self.recipe.export)
         if left := [name for engine, name in files_of(before) if (engine, name) not in kept]:
             print(f"Note: {device.name} has no memory for {', '.join(left)}; not written", flush=True)

@@ -15,8 +15,9 @@ from edgespec.core.table import byte_size, count, table
 from edgespec.planning import costs
 from edgespec.recipe.devices import FORMAT_OF, LLAMACPP, ONNXRUNTIME, STATIC, Profile, device_of, profiles
 from edgespec.recipe.drafter import derive
+from edgespec.recipe.precisions import beside_own
 from edgespec.recipe.schema import DrafterOptions, Recipe
-from edgespec.recipe.targets import shape_of_target
+from edgespec.recipe.targets import gguf_of, shape_of_target
 
 LOADED = 1.1
 """Bytes of memory for a byte of weights in the file: both engines keep packed copies of some matrices."""
@@ -42,13 +43,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a pair takes of one device's memory at `context` tokens."""
+    """What a pair takes of one device's memory at `context` tokens. `own`: the target is its own GGUF file."""
 
     profile: Profile
     context: int
     parts: tuple[Part, ...]
     cache_per_token: int
     streamed: dict[str, int]
+    own: bool = False
 
     @property
     def needed(self) -> int:
@@ -70,10 +72,8 @@ class Fit:
         room = self.longest_context
         if room >= 2:
             return f"a context of {room:,} tokens would fit: give {context} {room}"
-        return (
-            f"the weights alone are too large: choose a smaller precision with {precision}, a smaller target or another "
-            "--device"
-        )
+        smaller = "a smaller file of the target" if self.own else f"a smaller precision with {precision}"
+        return f"the weights alone are too large: choose {smaller}, a smaller target or another --device"
 
     def text(self, flags: tuple[str, str] | None = None) -> str:
         """`table`, and whether it fits; `flags` as of `cure`."""
@@ -114,13 +114,18 @@ def cache_bytes_per_token(shape: ModelShape, engine: str) -> int:
     return costs.cache_values(shape) * CACHE_VALUE[engine]
 
 
-def fit(profile: Profile, target: ModelShape, drafter: ModelShape) -> Fit:
-    """The memory the pair takes on a device, at the profile's context or the longest that both models know."""
+def fit(profile: Profile, target: ModelShape, drafter: ModelShape, own: int | None = None) -> Fit:
+    """The memory the pair takes on a device, at the profile's context or the longest that both models know.
+
+    `own`: bytes of the target's own GGUF file. Where llama.cpp runs the pair, the file itself goes there.
+    """
     engine = profile.engine
+    own = own if engine == LLAMACPP else None
+    beside = profile.drafter if own is None else beside_own(profile.gguf)
     times = LOADED * STATIC_GRAPHS if engine == STATIC else LOADED
     tokens = min(profile.context, target.context_length, drafter.context_length)
     weights, caches, streamed = [], [], {}
-    for role, shape, precision in (("target", target, profile.target), ("drafter", drafter, profile.drafter)):
+    for role, shape, precision in (("target", target, profile.target), ("drafter", drafter, beside)):
         floats = engine == ONNXRUNTIME and precision in FLOATS and not shape.joining_parameters
         kept = costs.file_bytes(shape, engine, "fp32" if floats else precision, target=target)
         named = "int8, with the target's embedding" if shape.joining_parameters else precision
@@ -128,6 +133,9 @@ def fit(profile: Profile, target: ModelShape, drafter: ModelShape) -> Fit:
             f"{count(shape.parameters)} parameters in {named}: {byte_size(kept)}, times {times:g} when loaded"
         )
         loaded = round(times * kept)
+        if own is not None and role == "target":
+            loaded = round(times * own)
+            how = f"its own GGUF file of {byte_size(own)}, times {times:g} when loaded"
         if floats and floats_bytes(shape, precision) > loaded:
             loaded = floats_bytes(shape, precision)
             how = f"{count(shape.parameters)} parameters as float32, and the output head again while they are loaded"
@@ -135,28 +143,33 @@ def fit(profile: Profile, target: ModelShape, drafter: ModelShape) -> Fit:
         how = f"{tokens:,} tokens x {costs.cache_values(shape):,} values x {CACHE_VALUE[engine]} bytes"
         caches.append(Part(f"{role}'s KV cache", tokens * cache_bytes_per_token(shape, engine), how))
         streamed[role] = costs.file_bytes(shape, engine, precision, streamed=True)
+    if own is not None:
+        streamed["target"] = round(own * target.streamed_parameters / target.parameters)
     return Fit(
         profile,
         tokens,
         (*weights, *caches, Part("engine", WORKING_MEMORY, "code and buffers")),
         cache_bytes_per_token(target, engine) + cache_bytes_per_token(drafter, engine),
         streamed,
+        own is not None,
     )
 
 
 def usual_fit(profile: Profile, target: str) -> Fit:
     """The memory a target and a drafter of the usual size take on a device. Raises InputError for an unknown target."""
-    shape = shape_of_target(target)
-    return fit(profile, shape, derive(shape, DrafterOptions()))
+    shape, file = shape_of_target(target), gguf_of(target)
+    own = file.stat().st_size if file is not None else None
+    return fit(profile, shape, derive(shape, DrafterOptions()), own)
 
 
-def fitting(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> Recipe:
+def fitting(recipe: Recipe, target: ModelShape, drafter: ModelShape, own: int | None = None) -> Recipe:
     """The recipe without those files of its device's engine that the device has no memory for, the one that is to run apart.
 
-    That one is `check_fit`'s. A recipe for no device comes back as it is.
+    That one is `check_fit`'s. A recipe for no device comes back as it is; so does one whose target has a single file there, its
+    `own` (as of `fit`).
     """
     device = device_of(recipe)
-    if device is None:
+    if device is None or (own is not None and device.engine == LLAMACPP):
         return recipe
     kind = FORMAT_OF[device.engine]
     kept = tuple(

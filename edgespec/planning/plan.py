@@ -17,7 +17,7 @@ from edgespec.planning.devices_fit import Fit, fit, fitting
 from edgespec.planning.drafter_shape import drafter_shape
 from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, is_this_machine, parse, this_machine
 from edgespec.planning.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
-from edgespec.planning.plan_stages import StageTime, Storage, stage_times, storage, usable
+from edgespec.planning.plan_stages import StageTime, Storage, own_bytes, stage_times, storage, usable
 from edgespec.recipe.devices import device_of
 from edgespec.recipe.read import read_recipe
 from edgespec.recipe.schema import Recipe
@@ -107,7 +107,7 @@ def make(recipe: Recipe, options: PlanOptions) -> Plan:
     """Raises InputError: an unknown target, GPU or device, or a target whose shape is not known here."""
     target = shape_of_target(recipe.target)
     drafter = drafter_shape(target, recipe.drafter)
-    recipe = fitting(recipe, target, drafter)
+    recipe = fitting(recipe, target, drafter, own_bytes(recipe))
     given = parse(options.gpus)
     hardware = replace(given, count=usable(recipe, given.count))
     stages = tuple(stage_times(recipe, target, drafter, hardware, options.mfu, options.bandwidth_share))
@@ -127,7 +127,7 @@ def _device(
     if one is not None:
         longest = one.max_draft_length if one.draft_length is None else one.draft_length
         way = budget(target, drafter, one.engine, one.target, rates_of_profile(one, share), longest)
-        return fit(one, target, drafter), [way]
+        return fit(one, target, drafter, own_bytes(recipe)), [way]
     ways = measured(target, drafter)
     if not ways:
         rates = rates_of_machine(hardware if hardware.name == THIS_MACHINE else this_machine())

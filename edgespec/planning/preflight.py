@@ -26,6 +26,7 @@ from edgespec.planning.plan_stages import (
     TOGETHER,
     TRAININGS,
     WRITING,
+    own_bytes,
     stages_of,
     trainings,
     usable,
@@ -172,7 +173,8 @@ def _left(
     recipe: Recipe, out: Path, target: ModelShape, drafter: ModelShape, processes: int
 ) -> list[StageCost]:
     """The stages that are not done, each with what it still writes."""
-    stages = stages_of(fitting(recipe, target, drafter), target, drafter, processes)
+    written = fitting(recipe, target, drafter, own_bytes(recipe))
+    stages = stages_of(written, target, drafter, processes)
     return [
         replace(stage, disk=max(0, stage.disk - bytes_in(folder)))
         for stage in stages

@@ -86,7 +86,8 @@ class Export(ExportStages):
         models = source.target.folder, source.drafter
         self._check_data(held_out_of(self.recipe, self.out))
         target, drafter = map(shape_of_drafter, models)
-        self._drop_files_too_large(target, drafter, source.target.name)
+        own = own_file(source.target.folder)
+        self._drop_files_too_large(target, drafter, source.target.name, own)
         self._check_pair(*models)
         check_same_tokenizer(*models)
         if not (self.out / "export" / STAGE_FILE).exists():

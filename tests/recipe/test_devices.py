@@ -29,6 +29,7 @@ from edgespec.recipe.precisions import PRECISIONS, READ_BY
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import DrafterOptions, ExportOptions, Recipe
 from edgespec.recipe.targets import TARGETS, shape_of_target
+from edgespec.stages.own_gguf import OwnFile
 
 NAMES = {
     "laptop-cpu-x86", "laptop-cpu-arm", "apple-silicon", "intel-npu", "qualcomm-npu", "amd-npu", "raspberry-pi",
@@ -195,6 +196,21 @@ def test_files_that_a_device_has_no_memory_for_are_left_out() -> None:
     assert devices_fit.fitting(laptop, LLAMA, DRAFTER).export.onnx == ("int4",)
     nowhere = resolve({"target": "llama-2-7b-chat"}, {})
     assert devices_fit.fitting(nowhere, LLAMA, DRAFTER) is nowhere
+
+
+def test_a_targets_own_file_is_counted_as_it_is(tmp_path: Path) -> None:
+    """Llama-2-7B as Q8_0: a Raspberry Pi has no room for it, whatever precision the drafter is written in."""
+    own = OwnFile(tmp_path / "own.gguf", "", costs.file_bytes(LLAMA, "llama.cpp", "q8_0"), "q8_0")
+    found = devices_fit.fit(profile("raspberry-pi"), LLAMA, DRAFTER, own.bytes)
+    parts = {part.what: part.bytes for part in found.parts}
+    assert parts["target's weights"] == round(1.1 * own.bytes)
+    assert parts["drafter's weights"] == round(1.1 * costs.file_bytes(DRAFTER, "llama.cpp", "q8_0"))
+    recipe = resolve({"target": "llama-2-7b-chat"}, {"device": "raspberry-pi"})
+    with pytest.raises(InputError, match=r"its own GGUF file of 6\.67 GiB.* a smaller file of the target, "):
+        ExportStages(recipe, tmp_path)._drop_files_too_large(LLAMA, DRAFTER, "own.gguf", own)
+    assert devices_fit.fitting(recipe, LLAMA, DRAFTER, own.bytes) is recipe
+    laptop = profile("laptop-cpu-x86")  # its files are made from the weights
+    assert devices_fit.fit(laptop, LLAMA, DRAFTER, own.bytes) == devices_fit.fit(laptop, LLAMA, DRAFTER)
 
 
 def test_float16_weights_count_as_what_the_engine_makes_of_them() -> None:
