@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 from edgespec_runtime.engines.exactness import FAST
+from edgespec_runtime.engines.onnx_runtime import WIDEN_ONCE
 from edgespec_runtime.pair.bundle import kernels, usual_mode
 
 from edgespec.core.errors import InputError
@@ -131,8 +132,13 @@ def pair_settings(folder: Path, precision: str, graphs: Mapping[str, str]) -> di
 
 
 def overlay(graphs: Mapping[str, str]) -> dict[str, Any]:
-    """What `onnxruntime_genai.Config.overlay` takes (as JSON) to run the pair from other `genai_graphs`."""
-    return {"model": {block: {"filename": graph} for block, graph in graphs.items()}}
+    """What `onnxruntime_genai.Config.overlay` takes (as JSON) to run the pair from other `genai_graphs`.
+
+    They are opened as edgespec opens every graph: the settings below may be of a precision that widens nothing.
+    """
+    options = dict([WIDEN_ONCE])
+    blocks = {block: {"filename": graph, "session_options": options} for block, graph in graphs.items()}
+    return {"model": blocks}
 
 
 def _write_checkpoint(source: Path, out: Path) -> None:

@@ -14,6 +14,7 @@ import yaml
 from edgespec_export.bundle.card import MAX_TEXT, Card, licence_of, plain, settings_of
 from edgespec_export.bundle.card_engines import LOSSLESS, hub_id, rate_of
 from edgespec_export.verify.exported_pair import DRAFTER, FLOAT_PAIR
+from edgespec_runtime.engines.onnx_runtime import WIDEN_ONCE
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -183,6 +184,8 @@ def test_genai_is_told_the_graphs_that_edgespec_runs(fast: str, target: str) -> 
     model = json.loads(line.split("'")[1])["model"]
     assert model["decoder"]["filename"] == f"target/onnx-int4/{target}"
     assert model["draft"]["filename"] == "drafter/onnx-int4/model-fast.onnx"
+    # else exact int8 and mixed files would be widened in every pass: fp32's settings do not say it
+    assert [one["session_options"] for one in model.values()] == [dict([WIDEN_ONCE])] * 2
 
 
 def test_builds_that_measured_less() -> None:
