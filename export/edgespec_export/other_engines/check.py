@@ -22,7 +22,7 @@ from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.manifest import Manifest, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.output import json_knob, write_result
+from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.progress import progress
 from edgespec.core.table import table
 from edgespec.model_folder.check import check_model
@@ -196,6 +196,8 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
     with closing(open_pair(bundle, load)) as pair:
         tokenizer, chats = pair.tokenizer, pair.prompts()[: options.prompts]
         prompts = [(tokenizer.encode_chat(chat), tokenizer.render(chat)) for chat in chats]
+        shorter = min(model.engine.context_length for model in pair.models)
+        prompts = with_room(prompts, how.max_new_tokens, shorter)
         ours = [reply_of(pair, ids, numbered(how, at)) for at, (ids, _) in enumerate(prompts)]
         stops, context = frozenset(tokenizer.stop_ids), pair.target.engine.context_length
     answers = []
@@ -209,6 +211,24 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
         files = f"{engine} {precision}" + (f" {FAST}" if mode == FAST else "")
         drawn = how.temperature > 0
         return Compared(other.name, files, how.rule_name, drawn, how.max_new_tokens, answers, ours)
+
+
+def with_room(
+    prompts: Sequence[tuple[list[int], str]], new: int, context: int
+) -> list[tuple[list[int], str]]:
+    """The prompts that leave room for so many new tokens: at the end of a context other engines raise errors of their own.
+
+    Raises InputError where none does.
+    """
+    found = [one for one in prompts if len(one[0]) + new <= context]
+    if not found:
+        raise InputError(
+            f"none of the {len(prompts)} prompts leaves room for {new} new tokens in a context of {context}; give fewer with "
+            "--max-new-tokens"
+        )
+    if left := len(prompts) - len(found):
+        note(f"Note: {left} of {len(prompts)} prompts left out: no room for {new} new tokens behind them")
+    return found
 
 
 def open_other(

@@ -25,6 +25,7 @@ from edgespec_export.other_engines.check import (
     compare,
     open_other,
     same_text,
+    with_room,
 )
 from edgespec_export.other_engines.engines import Answer, GenAi, until_stop
 from edgespec_export.other_engines.llamacpp import (
@@ -82,6 +83,16 @@ def test_another_text_is_exit_code_1(both: Path, tmp_path: Path, capsys: pytest.
     flags = ["--engines", "transformers", "--target", str(other), "--max-new-tokens", "8"]
     assert main(["other-engines", str(both), *flags]) == 1
     assert "the greedy text is not edgespec's own in transformers (1 of 1)" in capsys.readouterr().err
+
+
+def test_prompts_that_leave_no_room(both: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """onnxruntime-genai and llama-cpp-python raise errors of their own at a context's end."""
+    flags = ["--engines", "onnxruntime-genai", "--max-new-tokens", "127"]
+    assert main(["other-engines", str(both), *flags]) == 2
+    assert "room for 127 new tokens in a context of 128; give fewer with" in capsys.readouterr().err
+    short, long = ([5] * 8, "short"), ([5] * 9, "long")
+    assert with_room([short, long], 8, 16) == [short]
+    assert "Note: 1 of 2 prompts left out: no room for 8 new tokens" in capsys.readouterr().err
 
 
 @pytest.mark.llamacpp
