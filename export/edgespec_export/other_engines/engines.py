@@ -103,7 +103,7 @@ class Transformers(OtherEngine):
 
     def __init__(self, bundle: Path, target: Path, stops: frozenset[int]) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -114,6 +114,8 @@ class Transformers(OtherEngine):
             AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **how).eval()
             for place in (target, bundle / CHECKPOINT)
         )
+        # the target's own may have a penalty on repetition, which changes greedy text too and which no other engine here has
+        self._target.generation_config = GenerationConfig()
         self._passes: list[None] = []
         self._target.register_forward_pre_hook(lambda *_: self._passes.append(None))
 

@@ -278,6 +278,18 @@ def test_transformers_takes_the_checkpoint_as_assistant(folder: Path, floats: Pa
     assert passes == blocks
 
 
+def test_transformers_without_a_penalty_of_the_targets_own(
+    folder: Path, floats: Pair, tmp_path: Path
+) -> None:
+    """Qwen2.5's generation_config.json has one; edgespec and the other engines go without."""
+    target = shutil.copytree(folder / "target", tmp_path / "target")
+    file = target / "generation_config.json"
+    write_json(file, read_json(file) | {"repetition_penalty": 100.0})
+    with Transformers(folder / "bundle", target, frozenset(floats.tokenizer.stop_ids)) as transformers:
+        for prompt in prompts_of(floats):
+            assert transformers.answer(prompt, "", GREEDY).tokens == greedy_text(floats, prompt)
+
+
 @pytest.mark.llamacpp
 def test_llama_cpp_python_runs_both_files(folder: Path) -> None:
     pair = opened(folder, "llama.cpp", "q8_0")
