@@ -94,14 +94,15 @@ class Card:
             if self.subset is not None
             else ""
         )
-        elsewhere = "    edgespec other-engines .    # the pair in the other engines below\n"
+        runs = {entry.name for entry in entries(self.manifest)} & {GENAI, LLAMACPP}  # with nothing else given
+        elsewhere = "    edgespec other-engines .    # the pair in the other engines below\n" if runs else ""
         target, drafter, default = self.manifest.target, self.manifest.drafter, self.manifest.default
         return (
             f"# {plain(target.name)} with a drafter\n\n"
             f"A chat model of {count(target.parameters)} parameters and a drafter of {count(drafter.parameters)} "
             f"({self.manifest.cost_ratio['parameters']:.2%}) that proposes tokens for it. The target decides every token: the "
             f"text has the distribution of the target alone.{known}\n\n"
-            f"    edgespec chat .\n    edgespec bench .\n{elsewhere if self.subset is None else ''}\n"
+            f"    edgespec chat .\n    edgespec bench .\n{elsewhere}\n"
             f"Default: {default['engine']} {default['precision']} ({plain(default['reason'])}).\n"
         )
 
