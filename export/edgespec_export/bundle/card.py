@@ -17,7 +17,7 @@ from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.manifest import HEAD, Manifest
 from edgespec.core.table import count, interval, table
-from edgespec.recipe.devices import LLAMACPP
+from edgespec.recipe.devices import LLAMACPP, STATIC
 from edgespec.recipe.targets import FoundTarget
 from edgespec_export.answers.report import answers_table, warnings
 from edgespec_export.answers.verdict import CLOSE, CLOSE_ANSWERS, SAME, SAME_ANSWERS, modes_of
@@ -190,9 +190,12 @@ class Card:
         context = min(
             int(model.shape["context_length"]) for model in (self.manifest.target, self.manifest.drafter)
         )
+        cache = self.manifest.provenance.get("recipe", {}).get("export", {}).get("npu_length", context)
+        static = any(engine == STATIC for engine, _ in self.manifest.pairs()) and cache < context
+        fewer = f" ({cache:,} in the static graphs, whose caches hold no more)" if static else ""
         return (
             "## Limits\n\n"
-            f"- The drafter serves this target and its tokenizer only, up to {context:,} tokens of context.\n"
+            f"- The drafter serves this target and its tokenizer only, up to {context:,} tokens of context{fewer}.\n"
             "- α and τ are those of prompts like the held-out ones; on other topics, languages or templates they are lower, and "
             "speculation can then cost more than it gains. The text is still the target's.\n"
             "- Whether it is faster depends on the machine: `edgespec doctor .` measures that.\n"

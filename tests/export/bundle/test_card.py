@@ -239,6 +239,16 @@ def test_commands() -> None:
     assert "gguf" not in front_matter(bare)[0]["tags"]
 
 
+@pytest.mark.parametrize(("length", "told"), [(64, " (64 in the static graphs, whose caches"), (1024, ".\n")])
+def test_a_static_cache_that_is_shorter_is_told(length: int, told: str) -> None:
+    files = {"static": {"qdq16": "target/static-qdq16"}}
+    models = (replace(one, files=files) for one in (MANIFEST.target, MANIFEST.drafter))
+    made = {"recipe": {"export": {"npu_length": length}}}
+    text = with_manifest(**dict(zip(ROLES, models, strict=True)), provenance=made).text()
+    assert f"tokenizer only, up to 128 tokens of context{told}" in text
+    assert "tokenizer only, up to 128 tokens of context.\n" in with_manifest(provenance=made).text()
+
+
 def test_a_drafter_with_its_own_tokens_is_offered_to_nobody() -> None:
     own = with_manifest(drafter=replace(MANIFEST.drafter, vocabulary="drafter/vocabulary.json"))
     text = replace(own, subset=Vocabulary(512, np.arange(0, 512, 2))).text()
