@@ -126,8 +126,9 @@ def _device(
     one = device_of(recipe)
     if one is not None:
         longest = one.max_draft_length if one.draft_length is None else one.draft_length
-        way = budget(target, drafter, one.engine, one.target, rates_of_profile(one, share), longest)
-        return fit(one, target, drafter, own_bytes(recipe)), [way]
+        room, rates = fit(one, target, drafter, own_bytes(recipe)), rates_of_profile(one, share)
+        named = "with the target's own file" if room.own else one.target
+        return room, [budget(target, drafter, one.engine, named, rates, longest, room.streamed)]
     ways = measured(target, drafter)
     if not ways:
         rates = rates_of_machine(hardware if hardware.name == THIS_MACHINE else this_machine())

@@ -9,7 +9,7 @@ Knows shapes and rates; builds the same table of costs that `doctor` measures, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,20 +77,28 @@ def budget(
     precision: str,
     rates: DeviceRates,
     longest: int | None = None,
+    streamed: Mapping[str, int] | None = None,
 ) -> Way:
-    """Costs from a device's rates alone, for drafts of at most `longest`. Raises InputError where the precision is unknown."""
+    """Costs from a device's rates alone, for drafts of at most `longest`.
+
+    `streamed`: bytes of weights that a token reads, by role, where `precision` does not tell (`Fit.streamed`); it is then a name.
+    """
     from edgespec_runtime.chooser.pass_costs import LONGEST_PASS, Costs
 
-    def seconds(shape: ModelShape, tokens: int) -> float:
-        read = _streamed(shape, engine, precision) + cache_bytes_per_token(shape, engine) * CONTEXT
+    pair = {"target": target, "drafter": drafter}
+    weights = streamed or {role: _streamed(shape, engine, precision) for role, shape in pair.items()}
+
+    def seconds(role: str, tokens: int) -> float:
+        shape = pair[role]
+        read = weights[role] + cache_bytes_per_token(shape, engine) * CONTEXT
         return max(read / rates.bandwidth, costs.forward_flops(shape, tokens, CONTEXT) / rates.flops)
 
     table = Costs(
         contexts=(CONTEXT,),
-        verify_seconds=(tuple(seconds(target, n) for n in range(1, LONGEST_PASS + 1)),),
-        draft_seconds=(seconds(drafter, 1),),
+        verify_seconds=(tuple(seconds("target", n) for n in range(1, LONGEST_PASS + 1)),),
+        draft_seconds=(seconds("drafter", 1),),
     )
-    ratio = _byte_ratio(target, drafter, engine, precision)
+    ratio = weights["drafter"] / weights["target"]
     return Way(f"{engine} {precision}", False, rates.source, table.at(CONTEXT, longest), ratio)
 
 

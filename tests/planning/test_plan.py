@@ -17,6 +17,8 @@ from repository import PYTHONPATH, REPOSITORY
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import acceptance_rate_of
+from edgespec.planning import costs, plan
+from edgespec.planning.devices_fit import fit
 from edgespec.planning.estimate import PROMPT_TOKENS
 from edgespec.planning.hardware import GIB, THIS_MACHINE, Hardware
 from edgespec.planning.plan_device import budget, rates_of_profile
@@ -60,6 +62,18 @@ def test_json_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "\n".join(found["verdict"]) in out
     total = next(line.split() for line in out.splitlines() if line.startswith("in all"))
     assert total[2] == f"{flops:.2e}"
+
+
+def test_a_targets_own_file_is_what_the_device_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Q8_0 file of Llama-2-7B is nearly twice what the profile's Q4_0 would be."""
+    own, one = costs.file_bytes(TARGET, "llama.cpp", "q8_0"), profiles()["raspberry-pi"]
+    monkeypatch.setattr(plan, "own_bytes", lambda recipe: own)
+    found = as_json(tmp_path, *PAPER, "--device", "raspberry-pi")["device"]
+    [way] = found["ways"]
+    wanted = budget(TARGET, DRAFTER, one.engine, "q8_0", rates_of_profile(one, 0.6))
+    assert way["name"] == "llama.cpp with the target's own file"
+    assert way["plain_tokens_per_second"] == pytest.approx(wanted.at.plain_rate, rel=1e-2)
+    assert (found["fits"], found["needed_bytes"]) == (False, fit(one, TARGET, DRAFTER, own).needed)
 
 
 def test_verdicts_follow_the_figures(tmp_path: Path) -> None:
