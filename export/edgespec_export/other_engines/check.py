@@ -123,7 +123,7 @@ HEADERS = (
 
 
 def same_text(ours: Ours, answer: Answer) -> bool:
-    """Equal tokens; of an engine that gives text, whether it holds ours (it prints the prompt before and may go on after)."""
+    """Equal tokens; of an engine that gives text, whether it holds ours (it may go on after, or begin with the prompt)."""
     if answer.tokens is not None:
         return answer.tokens == ours.tokens
     return ours.text.strip() in (answer.text or "")

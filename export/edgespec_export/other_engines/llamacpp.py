@@ -83,10 +83,11 @@ class LlamaSpeculativeSimple(OtherEngine):
                     break
             else:
                 raise EdgespecError(f"{self.name} printed no counts in {TRIES} runs: {_last(log)}")
-        text = done.stdout.decode("utf-8", "replace")
+        printed = done.stdout.decode("utf-8", "replace")
+        reply = printed.partition(rendered)[2]  # behind the prompt, which may hold the same words
         # a block emits its accepted tokens and one of the target's
         passes = counts["predict"] - counts["accept"]
-        return Answer(None, text, passes, counts["drafted"], counts["accept"])
+        return Answer(None, reply or printed, passes, counts["drafted"], counts["accept"])
 
 
 class LlamaServer(OtherEngine):

@@ -188,7 +188,8 @@ def test_how_llama_speculative_simple_is_called(tmp_path: Path) -> None:
     assert program_of(path) == "llama-speculative-simple"
     with LlamaSpeculativeSimple(path, target, drafter, 256) as engine:
         answer = engine.answer([1], "<|im_start|>user\\n\nHello\n", HOW)
-    assert answer == Answer(None, "<|im_start|>user\\n\nHello\na reply\n", 4, 12, 5)
+    assert answer == Answer(None, "a reply\n", 4, 12, 5)
+    assert not same_text(Ours((5,), "Hello", RawCounts()), answer)  # that is the prompt's
     runs = json.loads((tmp_path / "runs.json").read_text())
     assert len(runs) == 2  # the first one's counts were lost
     arguments = runs[1]["arguments"]
