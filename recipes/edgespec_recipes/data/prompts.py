@@ -134,9 +134,10 @@ def encode_reply(
     """
     answer = {"role": "assistant", "content": conversation.response or ""}
     safe, hidden = lookalikes_of(tokenizer).hide([*conversation.messages, answer])
-    prompt = encode_rendered(tokenizer, render(tokenizer, safe[:-1]), hidden)
+    taken, opened = accepted(tokenizer, safe[:-1])
+    prompt = encode_rendered(tokenizer, opened, hidden)
     try:
-        text = _filled(tokenizer, safe, opening=False)
+        text = _filled(tokenizer, [*taken, safe[-1]], opening=False)
     except TemplateError:
         text = ""
     ids = encode_rendered(tokenizer, text, hidden)

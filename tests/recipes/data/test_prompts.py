@@ -155,6 +155,21 @@ def test_spaces_of_the_template_belong_to_the_reply(target: Path) -> None:
     assert tokenizer.decode(encode_reply(tokenizer, HELLO, [STOP])[1]) == " Hello  world <|im_end|>"
 
 
+def test_a_reply_to_joined_turns_ends_as_the_template_ends_it(target: Path) -> None:
+    """A template without a system role: the reply was given the end of text, and no space of the template's."""
+    tokenizer = load_tokenizer(target)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
+        "{% elif m['role'] == 'user' %}[Q]{{ m['content'] }}[A]"
+        "{% else %}{{ ' ' + m['content'] + ' <|im_end|>' }}{% endif %}{% endfor %}"
+    )
+    apart = [{"role": "system", "content": "Be kind."}, *HELLO.messages]
+    joined = [{"role": "user", "content": "Be kind.\n\nSay hello"}]
+    found = encode_reply(tokenizer, Conversation(apart, HELLO.response), [STOP])
+    assert found == encode_reply(tokenizer, Conversation(joined, HELLO.response), [STOP])
+    assert tokenizer.decode(found[1]) == " Hello  world <|im_end|>"
+
+
 @pytest.mark.parametrize(
     "template",
     [
