@@ -102,9 +102,11 @@ def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
             f"the hub has no model {repo!r} (or it is private: log in with `hf auth login`){did_you_mean(name, TARGETS)}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        why = "the hub cannot be reached: check the network"
-        if isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+        why, cause = "the hub cannot be reached: check the network", error.__cause__
+        if isinstance(cause, errors.OfflineModeIsEnabled):
             why = "HF_HUB_OFFLINE is set: fetch it once without that variable"
+        elif isinstance(cause, errors.HfHubHTTPError):  # too many requests, no right, or its own trouble
+            why = f"the hub refused it ({first_line(cause)}): run again later, log in with `hf auth login`"
         raise InputError(f"{repo} is not on this machine and {why}, {local}") from error
     # HTTPError: the HTTP library's, which changed over time; RuntimeError: of a client that was closed, and of hf_xet
     except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:

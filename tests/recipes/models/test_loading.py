@@ -197,6 +197,20 @@ def test_what_the_hub_answers(kind: type[Exception], message: str, monkeypatch: 
         resolve.resolve_target("llama-2-7b-chat")
 
 
+def test_a_hub_that_refuses_is_not_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has one error for both, with the cause behind it."""
+    refused = errors.HfHubHTTPError.__new__(errors.HfHubHTTPError)
+    refused.args = ("429 Too Many Requests\n\nRetry after 60 seconds",)
+
+    def answer(*_: object, **__: object) -> str:
+        raise errors.LocalEntryNotFoundError("no snapshot") from refused
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    words = r"the hub refused it \(429 Too Many Requests\): run again later, log in with .*local folder"
+    with pytest.raises(InputError, match=words):
+        resolve.resolve_target("tinyllama-1.1b-chat")
+
+
 def test_every_alias_has_a_repository_or_is_made_here() -> None:
     assert [alias for alias, target in TARGETS.items() if target.repo is None] == ["tiny-chat"]
 
