@@ -25,7 +25,9 @@ HUB_FILES = (
     f"{MORE_TEMPLATES}/*.jinja",
     "LICENSE*",
 )
-SECOND_COPY = "consolidated*"  # the weights once more, in the layout of Mistral's own programs
+# The weights once more in the layout of Mistral's own programs, and other models in folders of their own: the hub's `*` has
+# slashes, too.
+NOT_OF_THE_MODEL = ("consolidated*", "*/*.safetensors")
 
 
 def resolve_target(name: str) -> FoundTarget:
@@ -90,7 +92,7 @@ def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
         config = Path(huggingface_hub.snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
         if config.is_file():  # quantised weights are refused before they are fetched
             refuse_quantised(read_json(config), repo)
-        patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": [SECOND_COPY]}
+        patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(NOT_OF_THE_MODEL)}
         folder = Path(huggingface_hub.snapshot_download(repo, **patterns))
     except errors.GatedRepoError as error:
         raise InputError(

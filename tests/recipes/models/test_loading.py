@@ -14,6 +14,7 @@ from edgespec_recipes.target_names import resolve
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 from family_cases import LLAMA3
 from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
 from small_files import files_of_at_most
 from tiny_models import make_model_folder
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
@@ -209,6 +210,24 @@ def test_a_hub_that_refuses_is_not_out_of_reach(monkeypatch: pytest.MonkeyPatch)
     words = r"the hub refused it \(429 Too Many Requests\): run again later, log in with .*local folder"
     with pytest.raises(InputError, match=words):
         resolve.resolve_target("tinyllama-1.1b-chat")
+
+
+def test_other_models_of_a_repository_are_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter, or the weights in another layout, in a folder beside the model's files."""
+    asked: list[dict[str, list[str]]] = []
+
+    def answer(_: str, **patterns: list[str]) -> str:
+        asked.append(patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    with pytest.raises(InputError, match=r"has no config.json"):
+        resolve.resolve_target("acme/model")
+    own = ["config.json", "model-00001-of-00002.safetensors", "additional_chat_templates/tools.jinja"]
+    others = ["consolidated.safetensors", "original/model.safetensors", "lora/adapter_model.safetensors"]
+    assert list(filter_repo_objects([*own, *others], **asked[-1])) == own
 
 
 def test_every_alias_has_a_repository_or_is_made_here() -> None:
