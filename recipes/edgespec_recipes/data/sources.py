@@ -11,7 +11,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -22,6 +22,7 @@ from edgespec.core.texts import check_json, check_text
 from edgespec.recipe.data_sources import HUB, HUB_FORM, ROW_FILES, parse_hub, source_files
 
 _PART = 2**20  # characters
+_BROKEN_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
 _PARQUET_BATCH = 8  # rows; a small file can repeat one huge value in all of them
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ def text_stream(file: Path) -> Iterator[TextIO]:
         raise InputError(
             f"{_line_not_utf8(file)} cannot be read as UTF-8 text: {error.reason}; save it as UTF-8"
         ) from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except _BROKEN_GZIP as error:
         raise InputError(f"{file} cannot be read as UTF-8 text: {error}") from error
 
 
@@ -56,7 +57,10 @@ def _opener(file: Path) -> Any:
 def _line_not_utf8(file: Path) -> str:
     """`file:line` of the first line that is not UTF-8: a stream that is decoded in chunks does not know it."""
     number = 1
-    with _opener(file)(file, "rt", encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
+    with (
+        suppress(*_BROKEN_GZIP),  # it may be damaged, too
+        _opener(file)(file, "rt", encoding="utf-8", errors="surrogateescape", newline="\n") as stream,
+    ):
         while part := stream.read(_PART):  # a line may be longer than memory
             wrong = re.search("[\udc80-\udcff]", part)
             number += part.count("\n", 0, wrong.start() if wrong else None)

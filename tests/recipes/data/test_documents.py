@@ -78,6 +78,12 @@ def test_a_text_is_read_no_further_than_it_is_wanted(tmp_path: Path) -> None:
         list(read_documents(str(tmp_path / "a.txt.gz")))
 
 
+def test_a_gzip_that_is_no_utf8_and_cut_short_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "caf\xe9"}\n')[:-6])
+    with pytest.raises(InputError, match=r"a.jsonl.gz cannot be read as UTF-8 text: invalid"):
+        list(read_documents(str(tmp_path / "a.jsonl.gz")))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
