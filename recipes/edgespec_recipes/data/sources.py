@@ -131,7 +131,7 @@ def parquet_rows(file: Path, longest: int, column: str | None = None) -> Numbere
                 for place in range(len(batch)):
                     number += 1
                     yield f"{file}:{number}", _value(batch.slice(place, 1), longest, f"{file}:{number}")
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
         raise InputError(
             f"{file} cannot be read as parquet after row {number}: {_one_line(error)}"
         ) from error
@@ -147,6 +147,10 @@ def _value(row: Any, longest: int, where: str) -> dict[str, Any]:
         [value] = row.to_pylist()
     except UnicodeDecodeError as error:  # Arrow does not look at the bytes it reads
         raise InputError(f"{where} has a text that is not UTF-8: {error.reason}") from error
+    except (ArithmeticError, ValueError) as error:  # a date of year 146,000
+        raise InputError(
+            f"{where} has a value that Python has not: {_one_line(error)}; leave its column out"
+        ) from error
     return dict(value)
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from edgespec_recipes.data import documents
 from edgespec_recipes.data.documents import fingerprint, read_documents, text_files
+from edgespec_recipes.data.instructions import read_conversations
 from pyarrow import parquet
 
 from edgespec.core.errors import InputError, MissingExtra
@@ -164,6 +165,22 @@ def test_a_huge_row_of_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert next(found) == "日" * 1000
     with pytest.raises(InputError, match=r"a.parquet:2 has 5,\d+ bytes; at most 4,000 are read"):
         next(found)
+
+
+def test_a_date_of_parquet_that_python_has_not_is_named(tmp_path: Path) -> None:
+    """Of a column that nobody asked for: all columns of conversations are read."""
+    when = pa.array([0, 2**62], pa.int64()).cast(pa.timestamp("us"))
+    parquet.write_table(pa.table({"prompt": ["a", "b"], "when": when}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a.parquet:2 has a value that Python has not: .*; leave its col"):
+        read_conversations(str(tmp_path / "a.parquet"))
+
+
+def test_a_damaged_name_of_a_parquet_column_is_said(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet", store_schema=False)
+    damaged = (tmp_path / "a.parquet").read_bytes().replace(b"text", b"te\xfft")
+    (tmp_path / "a.parquet").write_bytes(damaged)
+    with pytest.raises(InputError, match=r"a.parquet cannot be read as parquet after row 0: .*0xff"):
+        list(read_documents(str(tmp_path / "a.parquet")))
 
 
 def test_damage_inside_a_parquet_file_is_named(tmp_path: Path) -> None:
