@@ -21,7 +21,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.files import parse_json, read_bounded
 from edgespec.core.texts import check_json
-from edgespec_runtime.text.prompts import messages_of
+from edgespec_runtime.text.prompts import instruction_of, messages_of
 from edgespec_runtime.text.tokenizer import Message
 
 BUILT_IN = "built-in"
@@ -146,6 +146,8 @@ def _question(row: dict[str, Any], number: str, where: str) -> Question:
         before, texts = chat[:-1], [chat[-1]["content"]]
     elif key := next((key for key in ("prompt", "question", "instruction") if key in row), ""):
         texts = [_text(row[key], f"{where}: {key}")]
+        if key == "instruction":
+            texts = [_text(instruction_of(row), f"{where}: {key} and what it is about")]
         usual = "maths" if key == "question" else "code" if key == "prompt" and "task_id" in row else usual
     else:
         raise InputError(f"{where} has the keys {_seen(sorted(row))}; {FORMS}")

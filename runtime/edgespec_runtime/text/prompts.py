@@ -37,10 +37,17 @@ def read_chats(path: Path) -> list[list[Message]]:
     return chats
 
 
+def instruction_of(row: dict[str, Any]) -> str:
+    """A row's instruction and, as training reads it, what it is about: alpaca's input, dolly's context."""
+    about = row.get("input") or row.get("context")
+    more = f"\n\n{about}" if isinstance(about, str) and about.strip() else ""
+    return f"{row['instruction']}{more}"
+
+
 def messages_of(row: dict[str, Any], where: str) -> list[Message]:
     """The conversation of one row. Raises InputError naming `where` for a row of another shape."""
     if isinstance(row.get("instruction"), str):
-        return [{"role": "user", "content": row["instruction"]}]
+        return [{"role": "user", "content": instruction_of(row)}]
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InputError(

@@ -74,6 +74,16 @@ def test_an_instruction_set_gives_what_comes_before_the_answers(tmp_path: Path) 
         read_prompts("python-stdlb", "seed")
 
 
+@pytest.mark.parametrize("about", ["input", "context"])
+def test_a_bench_asks_what_training_asks(tmp_path: Path, about: str) -> None:
+    """An instruction without what it is about is another question, and often none."""
+    file = tmp_path / "set.jsonl"
+    answer = "output" if about == "input" else "response"
+    rows = [("Add.", "1, 2", "3"), ("Sing.", "", "La")]
+    write_jsonl(file, [{"instruction": ask, about: more, answer: say} for ask, more, say in rows])
+    assert read_chats(file) == read_prompts(str(file), "heldout")
+
+
 def test_a_bundles_prompts_are_an_instruction_set_too(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     chat = [

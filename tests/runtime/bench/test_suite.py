@@ -49,6 +49,8 @@ def written(folder: Path, *rows: Any, name: str = "suite.jsonl") -> str:
         ({"prompt": "Say hi"}, ("Say hi",), "prompts", "1"),
         ({"prompt": "Say hi", "category": "hello"}, ("Say hi",), "hello", "1"),
         ({"instruction": "Say hi"}, ("Say hi",), "prompts", "1"),
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, ("Add.\n\n1, 2",), "prompts", "1"),
+        ({"instruction": "Say hi", "input": ""}, ("Say hi",), "prompts", "1"),
     ],
 )
 def test_forms(tmp_path: Path, row: dict[str, Any], turns: tuple[str, ...], category: str, name: str) -> None:
