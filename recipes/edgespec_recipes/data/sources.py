@@ -169,7 +169,8 @@ def hub_rows(source: str) -> Numbered:
     hub_logging.set_verbosity_error()  # its retries are no news; what comes of them is
     number = 0
     try:
-        path = str(hub.folder or hub.name)
+        # absolute: `text` or `json` alone is to datasets a reader of the files in the current folder
+        path = hub.name if hub.folder is None else str(hub.folder.absolute())
         for row in datasets.load_dataset(path, hub.configuration, split=hub.split, streaming=True):
             number += 1
             check_text(row, f"{source} row {number}")

@@ -211,6 +211,15 @@ def test_a_hub_dataset_is_streamed(dataset: Path) -> None:
     assert list(read_documents(f"hub:{other}:train:body")) == ["by another name"]
 
 
+def test_a_folder_with_the_name_of_a_reader_in_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.txt").write_text("of the folder around it")
+    jsonl(tmp_path / "text" / "train.jsonl", ["its own"])
+    assert list(read_documents("hub:./text")) == list(read_documents("hub:text")) == ["its own"]
+
+
 @pytest.mark.parametrize(
     ("rest", "message"),
     [
