@@ -99,11 +99,12 @@ def _pull(repo: str, out: Path, revision: str, most_bytes: int, partial: Path, f
         shutil.rmtree(done, ignore_errors=True)
     try:
         commit = _fetch_manifest(repo, revision, partial)
+        complete = _is_complete(out, partial / MANIFEST)
     except Exception:
-        if fresh:  # a repository that cannot be had leaves nothing behind
+        if fresh:  # what cannot be had, or has no place, leaves nothing behind
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    if _is_complete(out, partial / MANIFEST):
+    if complete:
         shutil.rmtree(partial, ignore_errors=True)
         print(f"{out} is this bundle already, and whole")
         return

@@ -1,4 +1,4 @@
-"""One file of a pull, without a hub."""
+"""What a pull does on this disk, without a hub."""
 
 from __future__ import annotations
 
@@ -8,8 +8,24 @@ from unittest.mock import Mock
 
 import pytest
 
-from edgespec.core.errors import BundleError
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.manifest import MANIFEST
 from edgespec.hub import pull
+
+
+def test_a_pull_into_a_folder_of_other_files_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetched(repo: str, revision: str, folder: Path) -> str:
+        (folder / MANIFEST).write_text("{}")
+        return "0" * 40
+
+    monkeypatch.setattr(pull, "_fetch_manifest", fetched)
+    (tmp_path / "pair").mkdir()
+    (tmp_path / "pair" / "notes.txt").touch()
+    with pytest.raises(InputError, match="pair is there already and is not this bundle"):
+        pull.pull("me/pair", tmp_path / "pair", "main", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["pair"]
 
 
 def test_a_part_of_another_size_is_closed_before_it_is_deleted(
