@@ -99,7 +99,12 @@ def json_list(file: Path) -> Numbered:
         raise InputError(
             f"{file} has {size:,} bytes; above {MAX_JSON_BYTES:,} give .jsonl, one object in a line"
         )
-    rows = read_json(file)
+    try:
+        rows = read_json(file)
+    except InputError as error:
+        # json's words for a second value
+        hint = "; one object in a line is named .jsonl" if "Extra data" in str(error) else ""
+        raise InputError(f"{error}{hint}") from error
     if not isinstance(rows, list):
         raise InputError(
             f"{file} holds a {type(rows).__name__}; a .json file must be a list of objects (else name it .jsonl)"
