@@ -47,8 +47,9 @@ def pretrain(
     """
     tokenizer = load_tokenizer(target_folder)
     check_context("pretrain.context", options.context, [shape])
-    # without steps the first weights may still be chosen by the text
-    wanted = tokens_to_read(options.text, max(1, options.steps * options.batch_size) * options.context)
+    # without steps the first weights and the vocabulary may still be chosen by the text: as much as is usual
+    steps = options.steps or PretrainOptions().steps
+    wanted = tokens_to_read(options.text, steps * options.batch_size * options.context)
     blocks = text_blocks(options.text, tokenizer, options.context, out / "text", tokens=wanted)
     model = initial_drafter(shape, drafter, target_folder, tokenizer, seed, blocks)
     rows = Rows({"input_ids": blocks, "row_id": np.arange(len(blocks))})

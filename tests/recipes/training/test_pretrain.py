@@ -64,6 +64,24 @@ def test_loss_is_the_mean_over_the_next_tokens_of_all_rows() -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+def test_without_steps_more_than_a_row_of_the_hubs_text_is_read(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens that a drafter keeps are counted on it."""
+    asked: list[int | None] = []
+
+    def blocks(*_: object, tokens: int | None) -> None:
+        asked.append(tokens)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain, "text_blocks", blocks)
+    for steps in (0, 3):
+        options = PretrainOptions(text=("hub:owner/name",), steps=steps, batch_size=4, context=64)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain.pretrain(tmp_path, target, SHAPE, DrafterOptions(), options, seed=1)
+    assert asked == [PretrainOptions().steps * 4 * 64, 3 * 4 * 64]
+
+
 def test_drafter_is_trained_and_saved(target: Path, options: PretrainOptions, tmp_path: Path) -> None:
     def body(place: Path) -> dict[str, Any]:
         return pretrain.pretrain(place, target, SHAPE, DrafterOptions(), options, seed=1)
