@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edgespec.core.errors import DONE, EdgespecError, InputError, did_you_mean
 from edgespec.core.files import read_json
+from edgespec.core.no_room import write_error
 from edgespec.model_folder.chat_template import MORE_TEMPLATES
 from edgespec.model_folder.check import refuse_quantised
 from edgespec.recipe.targets import LOCAL, TARGETS, TINY_CHAT, FoundTarget, is_hub_id
@@ -83,7 +84,7 @@ def make_or_say() -> int:
 def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
     """Download (or find in the hub cache) what a model folder needs, and no more."""
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     folder_instead = local = "or give a local folder in Hugging Face layout as --target"
     if name in TARGETS and (package := TARGETS[name].package) is not None:
@@ -112,6 +113,8 @@ def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
         raise InputError(f"{repo} is not on this machine and {why}, {local}") from error
     # HTTPError: the HTTP library's, which changed over time; RuntimeError: of a client that was closed, and of hf_xet
     except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
+        if (full := write_error(constants.HF_HUB_CACHE, error, within=True)) is not None:
+            raise full from error
         raise InputError(
             f"{repo} could not be downloaded ({first_line(error)}); run the same command again: files that came whole are kept; "
             f"{folder_instead}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -209,6 +210,22 @@ def test_a_hub_that_refuses_is_not_out_of_reach(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
     words = r"the hub refused it \(429 Too Many Requests\): run again later, log in with .*local folder"
     with pytest.raises(InputError, match=words):
+        resolve.resolve_target("tinyllama-1.1b-chat")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Data processing error: No space left on device (os error 28)"),  # hf_xet's
+    ],
+)
+def test_a_download_that_finds_no_room(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    with pytest.raises(NoRoom, match=r"cannot write .*no space left on the disk .*; make room"):
         resolve.resolve_target("tinyllama-1.1b-chat")
 
 
