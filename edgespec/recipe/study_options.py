@@ -198,7 +198,9 @@ def _named(values: Mapping[str, Any], section: str) -> list[tuple[str, Any]]:
 
 def _located(name: str, data: str) -> str:
     """A file's name as the data folder has it; names that are no files stay."""
-    return str(Path(data) / name) if data and is_local(name) else name  # an absolute name stays itself
+    if not data or not is_local(name):
+        return name
+    return str(Path(data) / Path(name).expanduser())  # an absolute name stays itself
 
 
 def _recipe(values: dict[str, Any], data: str, where: str) -> Recipe:

@@ -46,6 +46,8 @@ def test_files_are_looked_up_in_the_data_folder() -> None:
     away = read_study("s", changed("recipe/pretrain/text", "python-stdlib"), data="/data")
     assert away.recipe.pretrain.text == ("python-stdlib",)
     assert read_study("s", dump_study(away)).arms == away.arms
+    at_home = read_study("s", changed("recipe/pretrain/text", "~/text.jsonl"), data="/data")
+    assert at_home.recipe.pretrain.text == (str(Path.home() / "text.jsonl"),)
 
 
 @pytest.mark.parametrize(
