@@ -115,8 +115,10 @@ def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
     except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
         if (full := write_error(constants.HF_HUB_CACHE, error, within=True)) is not None:
             raise full from error
+        cure = "run the same command again: files that came whole are kept"
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            cure = "this machine's token is not taken: log in with `hf auth login`, or correct HF_TOKEN"
         raise InputError(
-            f"{repo} could not be downloaded ({first_line(error)}); run the same command again: files that came whole are kept; "
-            f"{folder_instead}"
+            f"{repo} could not be downloaded ({first_line(error)}); {cure}; {folder_instead}"
         ) from error
     return FoundTarget(name, folder, f"{repo}@{folder.name}", licence)

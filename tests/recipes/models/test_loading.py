@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -210,6 +211,19 @@ def test_a_hub_that_refuses_is_not_out_of_reach(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
     words = r"the hub refused it \(429 Too Many Requests\): run again later, log in with .*local folder"
     with pytest.raises(InputError, match=words):
+        resolve.resolve_target("tinyllama-1.1b-chat")
+
+
+def test_a_token_that_is_not_taken_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one that has ended, the hub refuses what is open to all, too."""
+    refused = errors.HfHubHTTPError.__new__(errors.HfHubHTTPError)
+    refused.response = SimpleNamespace(status_code=401)
+
+    def answer(*_: object, **__: object) -> str:
+        raise refused
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    with pytest.raises(InputError, match=r"token is not taken: log in .*or correct HF_TOKEN"):
         resolve.resolve_target("tinyllama-1.1b-chat")
 
 
