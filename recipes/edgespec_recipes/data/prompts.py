@@ -169,7 +169,8 @@ def read_replies(source: str, tokenizer: Any, stops: Sequence[int]) -> list[tupl
 def check_data(data: BuildData, strict: bool = False) -> dict[str, Any]:
     """Read every source of a recipe once before anything is trained: what is wrong with a row is said by file and row.
 
-    A text of gigabytes takes minutes here; tokenising it takes longer. Text on the hub is not read ahead: it may have no end.
+    A text of gigabytes takes minutes here; tokenising it takes longer. Text on the hub is read to its first document:
+    it may have no end.
 
     Notes held-out prompts that the drafter learns from too. Returns how many documents and conversations each source holds.
     Raises InputError (and MissingExtra) as their readers do, and for fewer than two held-out prompts; with `strict` for a
@@ -196,7 +197,9 @@ def check_data(data: BuildData, strict: bool = False) -> dict[str, Any]:
             f"Name other prompts in {MEASURED}, or self: the target writes them"
         )
     for name, source in data.texts.items():
-        if source != PYTHON_STDLIB and not source.startswith(HUB):
+        if source.startswith(HUB):
+            next(read_documents(source))
+        elif source != PYTHON_STDLIB:
             with progress(f"read {source}", None, "documents") as bar:
                 for _ in read_documents(source):
                     bar.update(1)

@@ -104,6 +104,16 @@ def test_one_held_out_prompt_is_refused_before_training(tmp_path: Path) -> None:
         check_data(BuildData(prompts={"evaluate.prompts_file": str(file)}))
 
 
+def test_text_in_the_form_of_the_hub_is_looked_at_before_training(tmp_path: Path) -> None:
+    """A wrong name, split or field was found after the target was fetched and tuned."""
+    write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": "a"}])
+    source = f"hub:{tmp_path / 'set'}"
+    with pytest.raises(InputError, match=r"it needs 'body'; name another field"):
+        check_data(BuildData(texts={"pretrain.text": f"{source}:train:body"}))
+    with pytest.raises(InputError, match="Bad split: validation"):
+        check_data(BuildData(texts={"pretrain.text": f"{source}:validation"}))
+
+
 def test_held_out_prompts_that_the_drafter_learns_from_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
