@@ -247,6 +247,7 @@ def application(service: Service, line: Line, access: Access) -> Starlette:
         allow_methods=["GET", "POST"],
         allow_headers=["*"],  # clients send headers of their own; origin and key are the guard
         expose_headers=["Retry-After"],
+        allow_private_network=True,  # which Chromium asks for a public page that calls this machine
     )
     return Starlette(
         routes=routes,

@@ -225,6 +225,10 @@ def test_cors_is_off_until_it_is_set(bundle: Path) -> None:
             before = httpx2.options(f"{server.url}/v1/chat/completions", headers=ask_first)
             assert before.is_success is (told is not None)
             assert before.headers.get("access-control-allow-origin") == told
+            private = {"Access-Control-Request-Private-Network": "true"}  # Chromium, of a public page
+            before = httpx2.options(f"{server.url}/v1/chat/completions", headers=ask_first | private)
+            assert before.is_success is (told is not None)
+            assert told is None or before.headers["access-control-allow-private-network"] == "true"
             answer = httpx2.get(f"{server.url}/v1/models", headers={"Origin": origin})
             assert answer.status_code == 401
             assert answer.headers.get("access-control-allow-origin") == told
