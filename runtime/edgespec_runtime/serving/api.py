@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -93,12 +93,22 @@ class Asked:
 class Service:
     """A loaded pair that answers requests, one at a time.
 
+    Args:
+        draft_length: that of a request without one; None: it is chosen, `max_draft_length` at most.
+
     Attributes:
         sums: what all replies came to.
     """
 
-    def __init__(self, pair: Pair, name: str, draft_length: int | None) -> None:
-        self.pair, self.name, self.draft_length = pair, name, draft_length
+    def __init__(
+        self,
+        pair: Pair,
+        name: str,
+        draft_length: int | None,
+        max_draft_length: int = DecodingOptions.max_draft_length,
+    ) -> None:
+        self.pair, self.name = pair, name
+        self.draft_length, self.max_draft_length = draft_length, max_draft_length
         self.schedules = Schedules(pair, lambda text: None)
         self.sums = Sums()
         self.started = int(time.time())
@@ -169,6 +179,7 @@ class Service:
             words = "speculative is true; this server runs without a drafter: leave it out or give false"
             raise Refused(400, words, "speculative")
         how = request.options(self.context_length - len(prompt), usual, self.draft_length)
+        how = replace(how, max_draft_length=self.max_draft_length)
         how = how if self.pair.draft is not None else plain(how)
         try:
             check_prompt(self.pair.target, self.pair.draft, prompt, how)

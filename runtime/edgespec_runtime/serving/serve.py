@@ -77,7 +77,8 @@ def run(given: dict[str, Any]) -> int:
         )
     listener = Listener(options.host, options.port)
     with closing(open_pair(Path(options.bundle), options, options.draft, manifest)) as pair:
-        service = Service(pair, options.name or pair.manifest.target.name, options.draft_length)
+        longest = settings.get("max_draft_length", DecodingOptions.max_draft_length)  # the device's
+        service = Service(pair, options.name or pair.manifest.target.name, options.draft_length, longest)
         access = Access(listener.is_local, key, options.cors)
         server = Server(listener, service, options.waiting, access)
         if not (access.local or key):

@@ -13,6 +13,8 @@ from altered_bundle import change_manifest, with_tokenizer
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from edgespec_runtime.serving import serve
+from edgespec_runtime.serving.listening import Server
 from served import CHAT, ask, listening, served, stream
 from tiny_sentencepiece import words_of_llama_2
 
@@ -238,6 +240,25 @@ def test_a_devices_settings_are_the_servers_defaults(bundle: Path, tmp_path: Pat
     with served(tmp_path / "device") as address:  # with a draft length of its own
         card = ask(address, "/v1/models")[1]["data"][0]
     assert (card["max_model_len"], card["speculation"]["draft_length"]) == (64, 3)
+
+
+def test_a_devices_longest_draft_bounds_what_the_server_chooses(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(bundle, tmp_path / "device")
+    device = {"name": "raspberry-pi", "draft_length": None, "max_draft_length": 4, "context": 64}
+    change_manifest(tmp_path / "device", lambda value: value.update(device=device))
+    seen: list[int] = []
+
+    def look(server: Server) -> None:
+        seen.extend(server.service.chat({**CHAT, **how}).how.max_draft_length for how in ({}, {"seed": 1}))
+        server.line.close()
+        server.listener.socket.close()
+
+    monkeypatch.setattr(Server, "serve_forever", look)
+    for folder in (tmp_path / "device", bundle):
+        assert serve.run({"bundle": str(folder), "port": 0}) == 0
+    assert seen == [4, 4, 8, 8]
 
 
 def test_what_is_served_is_said(url: str) -> None:
