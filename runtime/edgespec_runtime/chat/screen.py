@@ -167,7 +167,9 @@ class _Frame:
 def formatted(text: str) -> Markdown:
     """Markdown to print: tags and line breaks stay as written, and addresses are shown, since a model may write either."""
     markdown = Markdown(text, hyperlinks=False)
-    markdown.parsed = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).parse(text)
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+    # rich shows a picture without its address; a line `[1]: http://...` would not show at all
+    markdown.parsed = parser.disable(["image", "reference"]).parse(text)
     for part in (child for token in markdown.parsed for child in token.children or ()):
         if part.type == "softbreak":  # rich would print a blank
             part.type = "hardbreak"

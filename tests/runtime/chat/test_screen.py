@@ -154,6 +154,15 @@ def test_markdown_keeps_the_lines_that_were_written() -> None:
     assert terminal.seen()[-3:] == [" • sugar", "   is sweet", ""]
 
 
+def test_markdown_hides_no_address() -> None:
+    terminal = Terminal()
+    text = "**See** [1] and ![a chart](http://x.example/a.png)\n\n"
+    text += "[1]: http://y.example\n[2]: http://z.example"
+    reply(terminal, [(text, False)])
+    assert terminal.seen()[0] == "See [1] and !a chart (http://x.example/a.png)"
+    assert terminal.seen()[-3:] == ["[1]: http://y.example", "[2]: http://z.example", ""]
+
+
 @pytest.mark.parametrize(
     ("text", "size", "options"),
     [
