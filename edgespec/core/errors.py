@@ -70,7 +70,7 @@ _PACKAGES = {
     "llamacpp": "llama_cpp",
     "plot": "matplotlib",
     "data": "datasets pyarrow",
-    "serve": "starlette uvicorn sse_starlette prometheus_client",
+    "serve": "starlette uvicorn h11 sse_starlette prometheus_client",
     "optimum": "optimum",
     "bits": "bitsandbytes",
 }

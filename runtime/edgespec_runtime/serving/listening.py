@@ -9,6 +9,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 
+from h11 import LocalProtocolError
 from uvicorn import Config
 from uvicorn import Server as Uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -114,6 +115,15 @@ class Patient(H11Protocol):
                 self.flow.resume_reading()
         else:
             self._wait_for_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """The connection's last answer. A body that goes wrong behind its answer, as behind a 401, gets no second one."""
+        try:
+            super().send_400_response(msg)
+        except LocalProtocolError:
+            self.transport.close()
+        if self._answering:
+            self.cycle.disconnected = True  # what the application answers now is for nobody
 
     @property
     def _answering(self) -> bool:

@@ -189,6 +189,26 @@ def test_sizes_are_bounded_before_they_are_read(url: str) -> None:
     assert ask(url, "/health")[0] == 200
 
 
+def test_a_body_that_breaks_is_answered_once(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Behind its answer and before it. Nothing is printed: anybody can send one, without a key too."""
+    chunked, broken = b"Transfer-Encoding: chunked\r\n\r\n", b"no chunk\r\n"
+    with listening(bundle, key="k") as server:
+        for first, then, status in (
+            (HEAD + chunked, broken, 401),
+            (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + chunked + broken, b"", 400),
+        ):
+            with socket.create_connection(server.listener.address, timeout=30) as client:
+                client.sendall(first)
+                seen = client.recv(65536)
+                client.sendall(then)
+                while part := client.recv(65536):
+                    seen += part
+            assert seen.startswith(b"HTTP/1.1 %d " % status)
+            assert seen.count(b"HTTP/1.1") == 1
+            assert ask(server.url, "/health")[0] == 200
+    assert [record.message for record in caplog.records if record.name in ("asyncio", "uvicorn.error")] == []
+
+
 def test_no_more_log_probabilities_than_memory_has_room_for(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
