@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import ClassVar
 
 from markdown_it import MarkdownIt
 from rich.cells import cell_len, split_graphemes
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.control import Control
 from rich.live import Live
-from rich.markdown import Markdown
+from rich.markdown import Markdown, MarkdownElement, TableElement
 from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
@@ -164,9 +165,24 @@ class _Frame:
             self._print([self._lines.last])
 
 
+class _WholeTable(TableElement):
+    """A table whose long words go on in the next row; rich would cut them off."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in super().__rich_console__(console, options):
+            if isinstance(part, Table):
+                for column in part.columns:
+                    column.overflow = "fold"
+            yield part
+
+
+class _Markdown(Markdown):
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "table_open": _WholeTable}
+
+
 def formatted(text: str) -> Markdown:
     """Markdown to print: tags and line breaks stay as written, and addresses are shown, since a model may write either."""
-    markdown = Markdown(text, hyperlinks=False)
+    markdown = _Markdown(text, hyperlinks=False)
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
     # rich shows a picture without its address; a line `[1]: http://...` would not show at all
     markdown.parsed = parser.disable(["image", "reference"]).parse(text)

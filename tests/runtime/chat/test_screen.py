@@ -163,6 +163,15 @@ def test_markdown_hides_no_address() -> None:
     assert terminal.seen()[-3:] == ["[1]: http://y.example", "[2]: http://z.example", ""]
 
 
+def test_a_table_cuts_no_word_off() -> None:
+    address = f"https://example.org/{'a' * 50}/index.html"
+    terminal = Terminal(60)
+    reply(terminal, [(f"| what | where |\n|---|---|\n| docs | {address} |", False)])
+    shown = "".join(terminal.seen()).replace(" ", "")
+    assert "|" not in shown
+    assert f"docs{address}" in shown
+
+
 @pytest.mark.parametrize(
     ("text", "size", "options"),
     [
