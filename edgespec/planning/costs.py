@@ -139,6 +139,11 @@ def cache_bytes(shape: ModelShape, rows: int, tokens: int) -> int:
     return 2 * FLOAT * cache_values(shape) * rows * tokens
 
 
+def file_cache_bytes(shape: ModelShape, rows: int, tokens: int) -> int:
+    """The KV cache where a file writes: of as many texts at once as have room, of one at least."""
+    return min(cache_bytes(shape, rows, tokens), max(CACHE_BYTES, cache_bytes(shape, 1, tokens)))
+
+
 def sampling_bytes(shape: ModelShape, rows: int) -> int:
     """The distributions one token of each of `rows` rows is drawn from."""
     return SAMPLING * shape.vocab_size * rows

@@ -202,16 +202,14 @@ def writings(recipe: Recipe) -> list[Writing]:
 def _written(recipe: Recipe, writing: Writing, target: ModelShape, processes: int) -> StageCost:
     how, at_once, new = recipe.inference, recipe.generate.batch_size, writing.new
     length, rows = PROMPT_TOKENS + new, min(at_once, writing.texts)
-    cache = costs.cache_bytes(target, rows, length)
-    if how.source == "file":  # it writes as many at once as have room, one at least
-        cache = min(cache, max(costs.CACHE_BYTES, costs.cache_bytes(target, 1, length)))
+    cache_bytes = costs.file_cache_bytes if how.source == "file" else costs.cache_bytes
     batches = math.ceil(writing.texts / (at_once * processes))
     cost = StageCost(
         writing.stage,
         writing.texts * length,
         costs.decoding_flops(target, writing.texts, PROMPT_TOKENS, new),
         inference_bytes(how, target)
-        + cache
+        + cache_bytes(target, rows, length)
         + costs.sampling_bytes(target, rows)
         + costs.passing_activation_bytes(target, rows * PROMPT_TOKENS, PROMPT_TOKENS),
         ROW_BYTES * writing.texts * length,
