@@ -48,25 +48,15 @@ def test_a_file_writes_as_many_texts_at_once_as_have_room() -> None:
     target = shape_of_target("llama-2-7b-chat")
 
     def memory(source: str, at_once: int) -> int:
-        recipe = resolve(
-            {"target": "x"},
-            {
-                "generate": {"batch_size": at_once},
-                "inference": {"source": source, **SOURCES[source]},
-            },
-        )
+        how = {"source": source, **SOURCES[source]}
+        recipe = resolve({"target": "x", **STORED}, {"generate": {"batch_size": at_once}, "inference": how})
         found = {cost.stage: cost for cost in estimate(recipe, target, DRAFTER)}
-        others = costs.sampling_bytes(target, at_once) + costs.passing_activation_bytes(
-            target, at_once * 128, 128
-        )
-        return found["generate"].memory - others
+        passing = costs.passing_activation_bytes(target, at_once * 128, 128)
+        return found["generate"].memory - costs.sampling_bytes(target, at_once) - passing
 
-    assert (
-        memory("file", 64)
-        == memory("file", 32)
-        == memory("file", 1) + 2**30 - costs.cache_bytes(target, 1, 256)
-    )
-    assert memory("torch", 64) - memory("torch", 32) == costs.cache_bytes(target, 32, 256)
+    one = costs.cache_bytes(target, 1, 256)
+    assert memory("file", 64) == memory("file", 32) == memory("file", 1) + 2**30 - one
+    assert memory("torch", 64) - memory("torch", 32) == 32 * one
 
 
 def test_a_file_keeps_its_distributions_while_it_writes() -> None:
