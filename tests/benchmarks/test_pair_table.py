@@ -47,7 +47,7 @@ def test_what_was_measured_is_shown_whatever_ends_the_run(
     write_json(tmp_path / "no-weights" / "config.json", {})
     words = [*SHORT, "--each", "1", "--new", "128"]
     words += ["--json", str(tmp_path / "found.json"), "--transformers", str(tmp_path / "no-weights")]
-    with pytest.raises((OSError, ValueError)):
+    with pytest.raises(InputError, match="no-weights cannot be loaded"):
         main([str(bundle), *words])
     assert "| onnxruntime:fp32 exact " in capsys.readouterr().out
 
