@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+from edgespec_runtime.text.prompts import with_subject
 from edgespec_runtime.text.tokenizer import Message
 
 from edgespec.core.errors import InputError
@@ -168,9 +169,8 @@ def _exchange(row: Row, where: str, asks: str, about: str, *answers: str) -> lis
     content = _text(row, asks, where)
     if not content.strip():
         return []
-    if more.strip():
-        content += f"\n\n{more}"
-    return [Conversation([{"role": "user", "content": content}], answer if answer.strip() else None)]
+    message: Message = {"role": "user", "content": with_subject(content, more)}
+    return [Conversation([message], answer if answer.strip() else None)]
 
 
 def _pair(name: str, asks: str, about: str, answer: str) -> Form:

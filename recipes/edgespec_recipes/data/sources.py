@@ -103,7 +103,9 @@ def json_list(file: Path) -> Numbered:
         rows = read_json(file)
     except InputError as error:
         # json's words for a second value
-        hint = "; one object in a line is named .jsonl" if "Extra data" in str(error) else ""
+        hint = (
+            "; a file with one object in each line must be named .jsonl" if "Extra data" in str(error) else ""
+        )
         raise InputError(f"{error}{hint}") from error
     if not isinstance(rows, list):
         raise InputError(
@@ -154,7 +156,7 @@ def _value(row: Any, longest: int, where: str) -> dict[str, Any]:
         raise InputError(f"{where} has a text that is not UTF-8: {error.reason}") from error
     except (ArithmeticError, ValueError) as error:  # a date of year 146,000
         raise InputError(
-            f"{where} has a value that Python has not: {_one_line(error)}; leave its column out"
+            f"{where} has a value that Python cannot hold: {_one_line(error)}; leave its column out"
         ) from error
     return dict(value)
 

@@ -37,11 +37,15 @@ def read_chats(path: Path) -> list[list[Message]]:
     return chats
 
 
+def with_subject(instruction: str, about: str) -> str:
+    """An instruction and the text that it is about, as one message."""
+    return f"{instruction}\n\n{about}" if about.strip() else instruction
+
+
 def instruction_of(row: dict[str, Any]) -> str:
-    """A row's instruction and, as training reads it, what it is about: alpaca's input, dolly's context."""
+    """A row's instruction with the text that it is about: alpaca's input, dolly's context."""
     about = row.get("input") or row.get("context")
-    more = f"\n\n{about}" if isinstance(about, str) and about.strip() else ""
-    return f"{row['instruction']}{more}"
+    return with_subject(str(row["instruction"]), about if isinstance(about, str) else "")
 
 
 def messages_of(row: dict[str, Any], where: str) -> list[Message]:

@@ -122,8 +122,8 @@ def _rope(keys: Mapping[str, Any], number: Any, context: int, file: Path) -> dic
     times = keys.get("rope.scaling.attn_factor", 1.0)
     if kind != "yarn" and times != 1.0:
         raise InputError(
-            f"{file} has a rope.scaling.attn_factor of {times!r:.40} and RoPE scaling {kind!r:.40}; one of yarn alone is read "
-            "from GGUF files"
+            f"{file} has a rope.scaling.attn_factor of {times!r:.40} and RoPE scaling {kind!r:.40}; edgespec reads that factor "
+            "with 'yarn' alone: give the model's folder or hub id instead"
         )
     if kind == "none":
         return {"rope_type": "default"}
@@ -151,8 +151,8 @@ def rope_of_factors(config: Mapping[str, Any], factors: Sequence[float], file: P
     """
     if "rope_scaling" in config:  # llama.cpp does both
         raise InputError(
-            f"{file} has RoPE factors of its own ({ROPE_FACTORS}) and RoPE scaling {config['rope_scaling']['rope_type']!r}, of "
-            "which one is read; give the model's folder or hub id instead"
+            f"{file} has RoPE factors of its own ({ROPE_FACTORS}) and RoPE scaling {config['rope_scaling']['rope_type']!r}; "
+            "edgespec reads only one of the two: give the model's folder or hub id instead"
         )
     theta, size, factor = config["rope_theta"], config["head_dim"], shortest(max(factors))
     for even, divisor in zip(range(0, size, 2), factors, strict=False):

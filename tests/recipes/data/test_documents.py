@@ -171,7 +171,9 @@ def test_a_date_of_parquet_that_python_has_not_is_named(tmp_path: Path) -> None:
     """Of a column that nobody asked for: all columns of conversations are read."""
     when = pa.array([0, 2**62], pa.int64()).cast(pa.timestamp("us"))
     parquet.write_table(pa.table({"prompt": ["a", "b"], "when": when}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"a.parquet:2 has a value that Python has not: .*; leave its col"):
+    with pytest.raises(
+        InputError, match=r"a.parquet:2 has a value that Python cannot hold: .*; leave its col"
+    ):
         read_conversations(str(tmp_path / "a.parquet"))
 
 

@@ -351,7 +351,11 @@ def test_bad_rows_are_named(tmp_path: Path, rows: list[Any], words: str) -> None
         ("a.jsonl", '{"instruction": "a"}\nnonsense\n', r"a.jsonl:2 is not valid JSON"),
         ("a.json", '{"instruction": "a"}', r"a.json holds a dict; a .json file must be a list of objects"),
         ("a.json", '["a"]', r"a.json:1 is 'a'; each item must be a JSON object"),
-        ("a.json", '{"prompt": "a"}\n{"prompt": "b"}', r"Extra data.*; one object in a line is named .jsonl"),
+        (
+            "a.json",
+            '{"prompt": "a"}\n{"prompt": "b"}',
+            r"Extra data.*; a file with one object in each line must be named .jsonl",
+        ),
         ("a.json", "[" * 100_000, r"a.json nests deeper than 64 levels"),
         ("a.parquet", "x", r"a.parquet cannot be read as parquet"),
     ],

@@ -57,5 +57,7 @@ def test_factors_beside_another_scaling_are_refused(tiny: Path) -> None:
     factors = [*llama3_divisors(LLAMA3, config["rope_theta"], config["head_dim"])]
     assert rope_of_factors(config, factors, tiny)["rope_scaling"]["rope_type"] == "llama3"
     linear = {"rope_type": "linear", "factor": 4.0}
-    with pytest.raises(InputError, match=r"\(rope_freqs\.weight\) and RoPE scaling 'linear', of which"):
+    with pytest.raises(
+        InputError, match=r"\(rope_freqs\.weight\) and RoPE scaling 'linear'; edgespec reads only one"
+    ):
         rope_of_factors({**config, "rope_scaling": linear}, factors, tiny)
