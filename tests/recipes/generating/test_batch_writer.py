@@ -170,6 +170,20 @@ def test_what_prompts_begin_with_is_read_once(
     assert sum(map(sum, passes)) == 20 + 90 + own + sum(len(text.tokens) - 1 for text in found)
 
 
+def test_a_place_is_taken_for_the_text_that_was_moved_there(
+    engine: LlamaCppSequences, alone: LlamaCppEngine
+) -> None:
+    """The third text goes to the second's place while the fifth waits for the fourth; the last begins like the second."""
+    first, second, third, fourth = some_requests([5, 30, 40, 20])
+    fifth = replace(fourth, id=4)
+    last = replace(second, id=5, prompt_ids=[*second.prompt_ids, 7])
+    texts = texts_of([first, second, third, fourth, fifth, last])
+    for text in texts[:2]:
+        text.end = len(text.tokens) + 1
+    wanted = {text.request.id: greedy(alone, text, [STOP]) for text in texts}
+    assert {text.id: text.tokens for text in written(engine, texts, 3)} == wanted
+
+
 def test_records_and_features_are_those_of_one_pass(folder: Path, engine: LlamaCppSequences) -> None:
     shared = some_requests([30, 4, 11, 7, 600], temperature=1.0)
     requests = [*shared, replace(shared[0], id=9, prompt_ids=[*shared[0].prompt_ids[:25], 77])]
