@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed.pair_table BUNDLE [--files onnxruntime:int8,llama.cpp:q4_1] [--temperatures 0,0.7,1] [--each 20]
                                     [--new 128] [--draft-lengths 1,2] [--alone] [--beside FILE.gguf ...]
-                                    [--transformers FOLDER [--assistant DRAFTER]] [--json FILE.json]
+                                    [--transformers FOLDER [--assistant DRAFTER] [--dtype bfloat16]] [--json FILE.json]
 
     edgespec export --target FILE.gguf --drafter HEAD --precisions int8,int4,q4_1 --out build/all   # FILE.gguf is in Q4_1
     edgespec export --target FOLDER --drafter HEAD --precisions q8_0,q4_k_m --out build/gguf        # FOLDER: float weights
@@ -11,9 +11,9 @@ Every question of the built-in suite (`--each` of a kind) is answered once by ev
 Rivals are edgespec's plain decoding, its fixed draft lengths and its chosen one; for a GGUF file also llama.cpp's own loop and
 llama-cpp-python's prompt lookup, unless `--alone`; with `--beside` llama.cpp's own loop on other files, which may then use flash
 attention where it likes; with `--transformers` the same target in torch, plain, with prompt lookup, and with `--assistant` in
-assisted generation, as transformers sets it up. Tokens a second count from the first token on. All figures are medians over
-questions, with 95 % bootstrap intervals. With `--json` a run that was cut off goes on at its next question, also with a larger
-`--each`.
+assisted generation, as transformers sets it up; with `--dtype` in bfloat16, which it takes of the hub's files. Tokens a second
+count from the first token on. All figures are medians over questions, with 95 % bootstrap intervals. With `--json` a run that was
+cut off goes on at its next question, also with a larger `--each`.
 
 Tables: what drafts gain, with τ of the chosen ones and α of the longest fixed ones at each position; the chosen drafts by kind of
 question; tokens a second beside the other programs; with `--beside`, edgespec against these files.
@@ -48,7 +48,9 @@ from edgespec.recipe.devices import LLAMACPP, OPENVINO, STATIC
 PLAIN, CHOSEN, LOOP, LOOKUP = "plain", "γ chosen", "llama.cpp", "llama.cpp prompt lookup"
 TORCH, TORCH_LOOKUP, TORCH_ASSISTED = "transformers", "transformers prompt lookup", "transformers assisted"
 AUTO = -1  # llama.cpp decides whether it uses flash attention
-FREE = ("files", "temperatures", "each", "json")  # options that what is kept of a question does not depend on
+# options that what is kept of a question does not depend on, or is kept under
+FREE = ("files", "temperatures", "dtype", "each", "json")
+DTYPES = ("float32", "bfloat16")
 LOOKED_UP = 2  # tokens of transformers' prompt lookup, as of llama-cpp-python's
 
 
@@ -77,7 +79,8 @@ def in_torch(given: argparse.Namespace) -> dict[str, Run]:
     from transformers.generation.streamers import BaseStreamer
 
     torch.set_num_threads(given.threads)
-    model = load_model(given.transformers)
+    dtype = getattr(torch, given.dtype)
+    model = load_model(given.transformers, dtype)
 
     class Counted(BaseStreamer):
         def __init__(self) -> None:
@@ -106,7 +109,7 @@ def in_torch(given: argparse.Namespace) -> dict[str, Run]:
 
     found = {PLAIN: {}, TORCH_LOOKUP: {"prompt_lookup_num_tokens": LOOKED_UP}}
     if given.assistant:
-        found[TORCH_ASSISTED] = {"assistant_model": load_model(given.assistant)}
+        found[TORCH_ASSISTED] = {"assistant_model": load_model(given.assistant, dtype)}
     return {name: partial(run, drafts=drafts) for name, drafts in found.items()}
 
 
@@ -226,6 +229,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--assistant", type=Path, help="the drafter's folder with float weights; not that of a head"
     )
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights in transformers")
     parser.add_argument(
         "--json", type=Path, help="what was measured, question by question; the next run goes on from it"
     )
@@ -299,9 +303,9 @@ def main(arguments: list[str] | None = None) -> int:
         if given.transformers:
             rivals = in_torch(given)
             for word in given.temperatures:
-                label = f"{TORCH}, T = {word}"
+                label = f"{TORCH} {given.dtype}, T = {word}"
                 found = answered(rivals, prompts, float(word), label, given.json)
-                others.append((f"{TORCH} float32", word, *speeds(found.rates)))
+                others.append((f"{TORCH} {given.dtype}", word, *speeds(found.rates)))
     finally:
         if others:  # hours were measured, whatever ended them
             show(given, len(questions), (fixed, kinds), (rows, by_kind, others, besides))
