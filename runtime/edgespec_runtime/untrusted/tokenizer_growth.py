@@ -32,6 +32,11 @@ def check_growth(spec: dict[str, Any], path: Path, error: type[EdgespecError] = 
                 f"{path} has a {part} of {len(steps)} steps that can make a text very long; at most {MOST_STEPS} steps, and "
                 f"{MOST_GROWTH} characters of one, are wanted: {AGAIN}"
             )
+    if (items := _items(spec.get("post_processor"))) > MOST_GROWTH:
+        raise error(
+            f"{path} has a post_processor whose lists have {items} items, and each may be a copy of the text; at most "
+            f"{MOST_GROWTH} are wanted: {AGAIN}"
+        )
     model = spec.get("model") or {}
     affixes = (len(model.get(name) or "") for name in ("continuing_subword_prefix", "end_of_word_suffix"))
     # WordPiece looks for every part of a word with the prefix before it: its length cubed
@@ -64,3 +69,9 @@ def _growth(step: dict[str, Any]) -> int:
         texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
         size = max(len(text.decode("utf-8", "replace")) for text in texts)
     return max(1, size, _BY_TYPE.get(step.get("type", ""), 1))
+
+
+def _items(value: Any) -> int:
+    """Items of all lists within a JSON value."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (len(value) if isinstance(value, list) else 0) + sum(map(_items, inside))

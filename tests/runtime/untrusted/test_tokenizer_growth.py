@@ -15,7 +15,7 @@ from tiny_sentencepiece import LLAMA_2, sentencepiece_like, words_of_llama_2
 
 from edgespec.core.errors import BundleError
 
-LONG = "can make a text very long"
+LONG, COPY = "can make a text very long", "each may be a copy of the text"
 
 
 def step(kind: str, **fields: Any) -> dict[str, Any]:
@@ -24,6 +24,11 @@ def step(kind: str, **fields: Any) -> dict[str, Any]:
 
 def sequence(*steps: Any, key: str = "normalizers") -> dict[str, Any]:
     return step("Sequence", **{key: list(steps)})
+
+
+def template(*pieces: Any, special: dict[str, Any]) -> dict[str, Any]:
+    pair = [TEXT, {"Sequence": {"id": "B", "type_id": 0}}]
+    return step("TemplateProcessing", single=list(pieces), pair=pair, special_tokens=special)
 
 
 def replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
@@ -37,6 +42,9 @@ def charsmap(*texts: str) -> str:
 
 BYTES = step("ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
 DOUBLE = replace("a", "aa")
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+BOS = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+LONG_BOS = {"<s>": {"id": "<s>", "ids": [0] * 500, "tokens": ["<s>"] * 500}}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +65,9 @@ DOUBLE = replace("a", "aa")
         ("pre_tokenizer", sequence(*[BYTES] * 15, key="pretokenizers"), LONG),
         ("decoder", sequence(*[DOUBLE] * 15, key="decoders"), LONG),
         ("decoder", sequence(*[step("BPEDecoder", suffix="")] * 15, key="decoders"), LONG),
+        ("post_processor", template(*[TEXT] * 1000, special={}), COPY),
+        ("post_processor", template(BOS, TEXT, special=LONG_BOS), COPY),
+        ("post_processor", sequence(*[BYTES] * 1001, key="processors"), COPY),
     ],
 )  # fmt: skip
 def test_a_text_that_would_grow(tmp_path: Path, part: str, value: Any, words: str) -> None:
