@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,29 @@ def read_settings(folder: Path) -> OnnxSettings:
         present_key=_name(outputs, "present_key_names", where, layered=True),
         present_value=_name(outputs, "present_value_names", where, layered=True),
     )
+
+
+def read_pair_settings(folder: Path, known: Collection[str]) -> tuple[int, str]:
+    """(vocabulary, the graph of the target) in the settings with which onnxruntime-genai runs a pair.
+
+    That engine obeys all of the file. Session options can name a library of the folder, whose code would run, or a
+    file to write. Raises BundleError as `read_settings` does, and for an option that is not `known`, or a provider.
+    """
+    where = folder / SETTINGS
+    value = read_json(where, error=BundleError, limit=MAX_SETTINGS_BYTES, strict=True)
+    model = _object(value, "model", where)
+    parts: list[Any] = [value]
+    for part in parts:  # which grows: other models than these two may have options
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        if isinstance(part, dict) and "session_options" in part:
+            options = _object(part, "session_options", where)
+            strange = [name for name in options if name not in known]
+            if strange or options.get("provider_options"):
+                seen = ", ".join(strange) or "provider_options"
+                wanted = f"nothing but {', '.join(sorted(known))} (no provider)"
+                raise unusable(where, "session_options", seen, wanted)
+    graph = _name(_object(model, "decoder", where), "filename", where)
+    return count_of(model, "vocab_size", 2**24, where), graph
 
 
 def _object(value: Any, key: str, where: Path) -> dict[str, Any]:

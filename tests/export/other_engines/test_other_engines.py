@@ -33,7 +33,7 @@ from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from tiny_bundle import PROMPTS, disturbed, exported_bundle
 from tiny_models import make_model_folder
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.manifest import describe_files, open_manifest, write_manifest
 from edgespec.core.metrics import RawCounts
@@ -238,6 +238,30 @@ def test_both_sides_of_the_check_run_one_graph(folder: Path, tmp_path: Path, mod
     found = compare(GENAI, bundle, open_manifest(bundle), Options(bundle=str(bundle), max_new_tokens=LIMIT))
     assert found.same == len(PROMPTS)
     assert found.files == ("onnxruntime int4 fast" if mode == FAST else "onnxruntime int4")
+
+
+@pytest.mark.parametrize(
+    ("place", "option", "value", "words"),
+    [
+        ("decoder", "custom_ops_library", "model.data", "it is 'custom_ops_library', and nothing but log_id"),
+        ("draft", "enable_profiling", "../profile", "it is 'enable_profiling', and nothing but log_id"),
+        ("vision", "custom_ops_library", "model.data", "it is 'custom_ops_library'"),
+        ("decoder", "provider_options", [{"CUDA": {}}], r"it is 'provider_options', .*\(no provider\)"),
+    ],
+)
+def test_session_options_of_a_stranger_are_refused(
+    folder: Path, tmp_path: Path, place: str, option: str, value: Any, words: str
+) -> None:
+    """onnxruntime-genai loads a library of the bundle that they name, and runs its code."""
+    settings = read_json(folder / "bundle" / GENAI_SETTINGS)
+    options = settings["model"].setdefault(place, {}).setdefault("session_options", {})
+    write_json(tmp_path / GENAI_SETTINGS, settings)
+    assert GenAi.runs(tmp_path) == ("fp32", EXACT)
+    options[option] = value
+    write_json(tmp_path / GENAI_SETTINGS, settings)
+    for use in (GenAi.runs, lambda bundle: GenAi(bundle, frozenset())):
+        with pytest.raises(BundleError, match=words):
+            use(tmp_path)
 
 
 def test_settings_of_the_pair(folder: Path) -> None:
