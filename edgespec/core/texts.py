@@ -17,7 +17,8 @@ from typing import IO, Any
 from edgespec.core.errors import InputError
 
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
-_HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+_UPPER = range(127, 160)  # control characters that JSON does not escape
+_HARMFUL = {code: "\ufffd" for code in (*range(32), *_UPPER) if chr(code) not in "\n\t"}
 _HARMFUL[ord("\r")] = ""  # Windows ends its lines with it
 _AROUND = 20  # characters shown on both sides
 MOST_BRACKETS = 500  # of a YAML file that people write by hand
@@ -116,12 +117,16 @@ def check_json(line: str, value: Any, where: str) -> None:
 
 
 def printable_json(value: Any, stream: IO[str]) -> str:
-    """JSON for a stream: readable where that is UTF-8, escaped where it could not show every character."""
+    """JSON for a stream: readable where that is UTF-8, escaped where it could not show every character.
+
+    Control characters are escaped everywhere: a terminal would obey those that JSON takes as they are.
+    """
     import json  # only now: --help does not wait for it
 
     value = without_nan(value)
     encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "")
-    return json.dumps(value, indent=2, ensure_ascii=not encoding.startswith("utf"))
+    text = json.dumps(value, indent=2, ensure_ascii=not encoding.startswith("utf"))
+    return text.translate({code: f"\\u{code:04x}" for code in _UPPER})  # they stand in strings alone
 
 
 def without_nan(value: Any) -> Any:

@@ -24,7 +24,15 @@ from repository import PYTHONPATH, REPOSITORY
 from edgespec.cli import VERBS, main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl
-from edgespec.core.texts import check_text, forgive_streams, obeys, parse_yaml, unwritable, without_nan
+from edgespec.core.texts import (
+    check_text,
+    forgive_streams,
+    obeys,
+    parse_yaml,
+    printable_json,
+    unwritable,
+    without_nan,
+)
 
 HALF = "half \ud83d"
 
@@ -258,6 +266,15 @@ def test_other_yaml_is_what_pyyaml_reads(text: str) -> None:
 def test_json_has_null_for_what_is_no_number() -> None:
     found = {"a": [1.5, float("nan"), {"b": float("-inf")}], "c": (True, None, "NaN")}
     assert without_nan(found) == {"a": [1.5, None, {"b": None}], "c": [True, None, "NaN"]}
+
+
+def test_json_that_is_printed_has_no_control_characters() -> None:
+    """JSON takes those above 126 as they are, and U+009B begins an escape code."""
+    found = {"reply": "a\x1b[2J b\x9b2J c\x7f", "\x85": ["ü🙂"]}
+    text = printable_json(found, io.StringIO())
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert "ü🙂" in text
+    assert json.loads(text) == found
 
 
 def test_no_escape_codes_on_the_old_console_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
