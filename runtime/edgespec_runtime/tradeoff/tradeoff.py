@@ -21,6 +21,7 @@ from edgespec.core.options import from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
+from edgespec.core.texts import harmless
 from edgespec_runtime.bench.bench import measure, provenance
 from edgespec_runtime.bench.report import LEAST_PROMPTS, PLAIN, Place, Run
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
@@ -278,7 +279,7 @@ def run(given: dict[str, Any]) -> int:
         studies = [study_of(given, options)]
     found = [(study, summarise(study)) for study in studies]
     for one in found:
-        print(text(*one), end="\n\n", flush=True)
+        print(harmless(text(*one)), end="\n\n", flush=True)  # a file to --render may be a stranger's
     if options.json:
         write_result(options.json, as_json(*found[0]), compact_json)
     _write(options, found)

@@ -23,7 +23,7 @@ from toy_engine import ToyEngine, random_model
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, write_jsonl
+from edgespec.core.files import read_json, write_json, write_jsonl
 from edgespec.core.metrics import RawCounts
 
 
@@ -164,6 +164,16 @@ def test_pictures_of_files_of_one_name_do_not_overwrite_each_other(measured: Pat
     assert first.read_bytes() != second.read_bytes()
     page = (tmp_path / "page.md").read_text()
     assert page.index(f"]({first.name})") < page.index(f"]({second.name})")
+
+
+def test_a_file_of_a_stranger_writes_no_escape_codes(
+    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = read_json(measured / "greedy.json")
+    found["about"]["pair"] = "T\x1b[2J with D"
+    write_json(tmp_path / "t.json", found)
+    assert main(["tradeoff", "--render", str(tmp_path / "t.json")]) == 0
+    assert "T\ufffd[2J with D, " in capsys.readouterr().out
 
 
 def test_a_tilde_is_the_home_folder(measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
