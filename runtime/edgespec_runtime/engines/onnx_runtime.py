@@ -125,7 +125,9 @@ class OnnxRuntimeEngine(InPlaceGraph):
         self.vocab_size = settings.vocab_size
         own_context = settings.context_length
         filename = settings.filename if graph is None else graph.name
-        if Path(filename).name != filename or not (folder / filename).is_file():
+        # a manifest need not list a name that begins with a dot
+        plain = Path(filename).name == filename and not filename.startswith(".")
+        if not plain or not (folder / filename).is_file():
             raise BundleError(f"{folder} has no model file {filename!r}; export the model again")
         check_onnx(folder / filename)
         self.name = f"onnxruntime {folder.name}"

@@ -181,6 +181,16 @@ def test_settings_that_lie_about_the_graph(
     refused(copy, words)
 
 
+def test_a_graph_that_no_manifest_lists_is_not_opened(copy: Path) -> None:
+    """File managers leave names that begin with a dot, so these may lie there unlisted."""
+    (copy / ONNX / ".model.onnx").write_bytes((copy / ONNX / "model.onnx").read_bytes())
+    name = f"{ONNX}/genai_config.json"
+    config = read_json(copy / name)
+    config["model"]["decoder"]["filename"] = ".model.onnx"
+    change(copy, name, json.dumps(config))
+    refused(copy, "has no model file '.model.onnx'")
+
+
 def test_a_head_size_that_lies_is_noticed_by_the_first_pass(copy: Path) -> None:
     """The graph leaves this dimension open; ONNX Runtime compares it with the memory it is given before it writes."""
     name = f"{ONNX}/genai_config.json"
