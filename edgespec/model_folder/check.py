@@ -120,8 +120,11 @@ def _check_shapes(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor]
                 SAME,
             )
     layers = {int(match[1]) for name in tensors if (match := _LAYER.fullmatch(name))}
-    if not layers:
-        return  # another family's names
+    if not layers:  # another family's names
+        if shape.layers > len(tensors):  # transformers would make so many, whatever the files have
+            there = f"num_hidden_layers is {shape.layers}, and the files have {len(tensors)} tensors"
+            raise _unfit(folder, f"config.json and weights disagree: {there}", SAME)
+        return
     if not len(layers) == max(layers) + 1 == shape.layers:
         raise _unfit(
             folder,

@@ -220,14 +220,23 @@ def test_an_index_that_lies(target: Path, tmp_path: Path) -> None:
     assert "has no weight_map" in problem(folder)
 
 
-def test_other_names_are_left_alone(target: Path, tmp_path: Path) -> None:
-    def foreign(header: dict[str, Any]) -> None:
-        for name in set(header) - {"__metadata__"}:
-            header[f"transformer.{name}"] = header.pop(name)
+def foreign(header: dict[str, Any]) -> None:
+    for name in set(header) - {"__metadata__"}:
+        header[f"transformer.{name}"] = header.pop(name)
 
+
+def test_other_names_are_left_alone(target: Path, tmp_path: Path) -> None:
     folder = with_config(copied(target, tmp_path / "foreign"), hidden_size=128)
     shape = ModelShape.from_config(read_json(folder / "config.json"))
     check_weights(rewritten(folder, foreign), shape)
+
+
+def test_other_names_of_very_many_layers(target: Path, tmp_path: Path) -> None:
+    """The class would be made with all of them, which no memory holds."""
+    folder = with_config(copied(target, tmp_path / "foreign"), num_hidden_layers=10**7)
+    shape = ModelShape.from_config(read_json(folder / "config.json"))
+    with pytest.raises(InputError, match=r"num_hidden_layers is 10000000, and the files have \d\d tensors"):
+        check_weights(rewritten(folder, foreign), shape)
 
 
 def test_what_a_mac_puts_beside_a_file_is_no_weights_file(target: Path, tmp_path: Path) -> None:
