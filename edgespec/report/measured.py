@@ -47,7 +47,7 @@ class Speed(Fields):
     @property
     def mbsu(self) -> dict[str, float | None]:
         bounds = self.object("mbsu")
-        return {kind: bounds.number(kind) for kind in self.keys("mbsu", 2)}
+        return {kind: bounds.number(kind) for kind in ("parameters", "bytes") if kind in bounds.values}
 
     @property
     def mbsu_kind(self) -> str:

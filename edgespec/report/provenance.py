@@ -41,12 +41,13 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     made, bench, paths = run.made, run.fields(BENCH), _paths(run)
     study, doctor = run.fields(TRADEOFF).object("about"), run.fields(DOCTOR).object("device")
     threads, seed, versions = bench.whole("threads"), made.whole("seed"), made.object("versions")
+    used = (f"{clean(name, 40)} {versions.text(name, 40)}" for name in made.keys("versions", 20))
     return [
         ("bundle", paths.get(BUNDLE, "")),
         ("its manifest's SHA-256", run.sources[BUNDLE].sha256 if BUNDLE in run.sources else ""),
         ("build", paths.get(BUILD, "")),
         ("tokenizer's SHA-256", clean(run.manifest.pair["tokenizer_sha256"]) if run.manifest else ""),
-        ("made with", ", ".join(f"{name} {versions.text(name, 40)}" for name in made.keys("versions", 20))),
+        ("made with", ", ".join(used)),
         ("seed", "" if seed is None else str(seed)),
         ("machine", bench.text("device") or study.text("device") or doctor.text("cpu")),
         ("threads", str(threads) if threads else ""),

@@ -217,6 +217,7 @@ def test_what_strangers_write_stays_text(small_build: Path, measured: Path, tmp_
         shown = HOSTILE.replace("\0", "")  # a manifest with control characters is refused
         value["target"]["name"] = value["drafter"]["name"] = value["default"]["reason"] = shown
         value["provenance"]["command"] = value["provenance"]["recipe"]["target"] = HOSTILE
+        value["provenance"]["versions"] = {HOSTILE: "1"}
 
     changed(copy / MANIFEST, copy / MANIFEST, name)
 
@@ -225,6 +226,8 @@ def test_what_strangers_write_stays_text(small_build: Path, measured: Path, tmp_
         value["target"] = value["drafter"] = ""
         del value["bundle"]
         value["samples"][0] |= {"prompt": HOSTILE, "parts": [[HOSTILE, True], ["</mark></p>" * 3, False]]}
+        for one in value["summaries"]:
+            one["mbsu"] = {HOSTILE: 1.0}
 
     def rule(value: Any) -> None:
         value["about"] |= {"pair": "", "title": HOSTILE}
