@@ -23,6 +23,7 @@ from edgespec_runtime.untrusted.gguf_file import metadata, read_header
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_json
 from edgespec.core.table import table
+from edgespec.core.texts import harmless
 from edgespec.model_folder.chat_template import read_chat_template
 from edgespec.model_folder.config import read_generation_config, stop_ids
 from edgespec.stages.own_gguf import own_file
@@ -145,7 +146,7 @@ def _check_onnx(check: TokenizerCheck, file: ExportedFile, source: Source, refer
         ids = set(seen) if isinstance(seen, list) else {seen}
         if wanted and seen is not None and not any(ids == one for one in wanted):
             told = " or ".join(str(sorted(one)) for one in wanted)
-            check.broken.append(f"{role}_token_id is {seen} instead of {told}")
+            check.broken.append(f"{role}_token_id is {seen!r:.60} instead of {told}")
 
 
 def _ids_of(source: Source, role: str) -> list[set[int]]:
@@ -208,7 +209,7 @@ def _compare_tables(check: TokenizerCheck, source: Source, file: Path) -> None:
         key = f"{word}_token_id"
         mine, theirs = wanted.keys.get(key), stored(f"tokenizer.ggml.{key}")
         if mine != theirs and (source.whole or mine is not None):
-            check.broken.append(f"{role}_token_id is {theirs} instead of {mine}")
+            check.broken.append(f"{role}_token_id is {theirs!r:.60} instead of {mine}")
     if (stored("tokenizer.chat_template") or None) != (wanted.chat_template or None):
         check.broken.append(f"chat template is not that of {source.name}")
 
@@ -271,8 +272,8 @@ def tokenizer_table(checks: Sequence[dict[str, Any]]) -> str:
             texts = f"{seen['texts'] - len(seen['excused'])}/{seen['texts']}"
             numbers = len(seen["different"]), len(seen["lost"]), texts
         rows.append((check["where"], *numbers, "BROKEN" if check["broken"] else "ok"))
-        for text in (*check["broken"], *check["notes"]):
-            told.setdefault(text, []).append(check["where"])
+        for text in (*check["broken"], *check["notes"]):  # names of a stranger's may be in them
+            told.setdefault(harmless(text), []).append(check["where"])
     headers = ("tokenizer", "other ids", "not back", "texts", "")
     remarks = (f"  {', '.join(places)}: {text}" for text, places in told.items())
     return "\n".join([table(headers, rows), *remarks])

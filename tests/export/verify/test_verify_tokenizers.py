@@ -289,3 +289,14 @@ def test_a_drafter_with_token_numbers_of_its_own_is_not_split(byte_level: Path) 
     assert (one.broken, one.comparison) == ([], None)
     assert "token numbers of its own" in one.notes[0]
     assert json.dumps(asdict(one))
+
+
+def test_names_of_a_stranger_write_no_escape_codes(byte_level: Path, tmp_path: Path) -> None:
+    """Such as those of chat templates beside a graph, of which none is the default."""
+    folder = copied(byte_level, tmp_path / "export")
+    (folder / "onnx-fp32" / "chat_template.jinja").unlink()
+    named = [{"name": "\x1b[2J", "template": "x"}]
+    change_json("tokenizer_config.json", lambda value: value.update(chat_template=named))(folder / "onnx-fp32")
+    table = tokenizer_table([asdict(one) for one in check(byte_level, folder)])
+    assert "has the chat templates \ufffd[2J and none called 'default'" in table
+    assert "\x1b" not in table
