@@ -110,7 +110,8 @@ class _Drawn(Bar):
         if _Drawn.picture is None:
             rest = Column(no_wrap=True, ratio=1)
             words = TextColumn("{task.fields[bar]}", markup=False, table_column=rest)
-            columns = TextColumn("{task.description}"), BarColumn(BAR_WIDTH), words
+            label = TextColumn("{task.description}", markup=False)  # a name in it may have brackets
+            columns = label, BarColumn(BAR_WIDTH), words
             console, tables = Console(stderr=True), sys.stdout.isatty()
             _Drawn.picture = Progress(*columns, console=console, redirect_stdout=tables, expand=True)
             _Drawn.picture.start()
