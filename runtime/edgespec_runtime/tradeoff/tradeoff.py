@@ -16,7 +16,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import compact_json, read_json, read_jsonl, write_text
-from edgespec.core.manifest import HEAD
+from edgespec.core.manifest import HEAD, open_manifest
 from edgespec.core.options import from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
@@ -239,7 +239,10 @@ def study_of(given: dict[str, Any], options: Options) -> Study:
     prompts: list[Prompt] = []
     if options.prompts:
         prompts = prompts_of(Path(options.prompts).expanduser(), options.metric, options.max_prompts)
-    with closing(open_pair(Path(options.bundle), options)) as pair:
+    manifest = open_manifest(Path(options.bundle), hashes=False)
+    if options.context is None:  # chat takes the device's too
+        options = replace(options, context=manifest.device.get("context"))
+    with closing(open_pair(Path(options.bundle), options, manifest=manifest)) as pair:
         if pair.manifest.drafter.kind == HEAD:
             raise InputError(
                 f"the drafter of {options.bundle} is a head, which cannot write alone, and tradeoff compares both models; give a "

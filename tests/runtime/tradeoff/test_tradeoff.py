@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from altered_bundle import change_manifest
 from edgespec_runtime.bench.report import LEAST_PROMPTS, Place
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
@@ -288,6 +290,18 @@ def test_a_reply_ends_where_the_context_does(bundle: Path, pair: Pair, tmp_path:
     flags = ["--context", str(longest + 4), "--rules", "lossless,opt,token-cascade", "--alphas", "0.5"]
     found = ["--json", str(tmp_path / "t.json"), "--max-new-tokens", "64"]
     assert main(["tradeoff", str(bundle), *flags, *found]) == 0
+    for run in runs_of(tmp_path / "t.json"):
+        assert 1 <= len(run["reply"]) <= longest + 4 - run["prompt_tokens"]
+
+
+def test_a_devices_context_is_that_of_its_study(bundle: Path, pair: Pair, tmp_path: Path) -> None:
+    longest = max(len(pair.tokenizer.encode_chat(chat)) for chat in pair.prompts())
+    device = {"name": "raspberry-pi", "draft_length": None, "max_draft_length": 4, "context": longest + 4}
+    copy = shutil.copytree(bundle, tmp_path / "device")
+    change_manifest(copy, lambda value: value.update(device=device))
+    flags = ["--rules", "lossless", "--max-new-tokens", "64", "--json", str(tmp_path / "t.json")]
+    assert main(["tradeoff", str(copy), *flags]) == 0
+    assert read_json(tmp_path / "t.json")["about"]["options"]["context"] == longest + 4
     for run in runs_of(tmp_path / "t.json"):
         assert 1 <= len(run["reply"]) <= longest + 4 - run["prompt_tokens"]
 
