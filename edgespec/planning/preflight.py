@@ -17,7 +17,7 @@ from edgespec.core.free_space import bytes_in, free_disk, free_memory, on_one_di
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import byte_size
 from edgespec.planning import costs
-from edgespec.planning.devices_fit import fitting
+from edgespec.planning.devices_fit import check_fit, fit, fitting
 from edgespec.planning.drafter_shape import drafter_shape
 from edgespec.planning.estimate import StageCost, disk_peak
 from edgespec.planning.plan_stages import (
@@ -31,6 +31,7 @@ from edgespec.planning.plan_stages import (
     trainings,
     usable,
 )
+from edgespec.recipe.devices import device_of
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.targets import TARGETS, TINY_CHAT, find_shape, gguf_of, is_hub_id
 from edgespec.shell.environment import HOME, cache_folder
@@ -205,6 +206,13 @@ def check_processes(recipe: Recipe, processes: int) -> None:
             f"{processes} processes cannot share {shards} shards of responses (generate.prompts {generate.prompts} / "
             f"generate.shard_size {generate.shard_size}); give --generate.shard-size {max(1, generate.prompts // processes)}"
         )
+
+
+def check_device(recipe: Recipe) -> None:
+    """What the plan would refuse after the target was fetched: a pair that the device has no memory for. Raises InputError."""
+    device, shapes = device_of(recipe), _known_shapes(recipe)
+    if device is not None and shapes is not None:
+        check_fit(fit(device, *shapes, own_bytes(recipe)), recipe.target)
 
 
 def _fetched(name: str, out: Path, target: ModelShape) -> Fetched | None:

@@ -32,7 +32,15 @@ from edgespec.core.options import (
 from edgespec.core.output import json_knob, next_step, step, write_result
 from edgespec.core.table import byte_size
 from edgespec.planning.plan import PlanOptions, own_options, recipes_for
-from edgespec.planning.preflight import Room, check_processes, disk_left, find_shortages, refuse, room_here
+from edgespec.planning.preflight import (
+    Room,
+    check_device,
+    check_processes,
+    disk_left,
+    find_shortages,
+    refuse,
+    room_here,
+)
 from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.read import RECIPE_FILE, check_learning, dump_recipe, read_recipe
 from edgespec.recipe.schema import ExportOptions, Recipe
@@ -202,6 +210,7 @@ def run(given: dict[str, Any]) -> int:
     processes = _processes(options.parallel)
     processes.wait()  # all meet a refusal at the same time, so that the first one lives to print it
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    check_device(recipe)
     if not options.force:
         refuse(find_shortages(recipe, out, _room(out, options.parallel)))
     command = command_line("build-drafter", Options, given)

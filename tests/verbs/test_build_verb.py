@@ -95,6 +95,18 @@ def test_a_budget_without_a_mixed_file(tmp_path: Path, capsys: pytest.CaptureFix
         assert "unknown target 'no/such/place'" in capsys.readouterr().err
 
 
+def test_a_pair_that_a_device_has_no_room_for_is_refused_before_its_target_is_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = ["--target", "llama-2-13b-chat", "--device", "raspberry-pi", "--out", str(out), "--force"]
+    assert main(["build-drafter", *flags]) == 2
+    said = capsys.readouterr().err
+    assert "llama-2-13b-chat does not fit on raspberry-pi: target's weights " in said
+    assert "its memory budget is 5 GiB; " in said
+    assert not out.exists()
+
+
 def test_a_head_that_is_done_is_not_refused_for_what_trained_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
