@@ -17,6 +17,7 @@ from edgespec.core.options import add_flags, given
 from edgespec.core.table import byte_size
 from edgespec.planning.estimate import estimate
 from edgespec.planning.plan import PlanOptions
+from edgespec.planning.preflight import check_processes
 from edgespec.recipe.check import problems
 from edgespec.recipe.data_sources import parse_hub
 from edgespec.recipe.drafter import derive
@@ -154,6 +155,14 @@ def test_direct_alignments_numbers() -> None:
         for world in worlds:  # what the head says of processes
             assert stage.batch_size % world == 0
             assert stage.batch_size // world % (stage.micro_batch_size or 1) == 0
+
+
+def test_the_processes_that_direct_alignments_head_names_can_share_its_work() -> None:
+    named = header(CONFIGS / "paper-llama-2-7b-chat.yaml")["needs"].partition(" divide among ")[2]
+    worlds = [int(world) for world in re.findall(r"\d+", named)]
+    assert worlds[:1] == [1]
+    for world in worlds:
+        check_processes(recipe("paper-llama-2-7b-chat"), world)
 
 
 def test_distillspecs_numbers() -> None:
