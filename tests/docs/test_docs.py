@@ -21,6 +21,7 @@ from repository import REPOSITORY
 
 from edgespec.cli import VERBS, main, parser_of
 from edgespec.cli_reference import reference
+from edgespec.core.families import having
 from edgespec.core.options import from_mapping, given
 from edgespec.recipe.precisions import PRECISIONS
 from edgespec.recipe.read import _OF_A_HEAD, resolve
@@ -159,6 +160,13 @@ def test_pages_list_what_there_is() -> None:
         assert {"labels": "hard\n  labels", "steps": f"`{section}`", "source": "server"}.get(
             knob, knob
         ) in exceptions
+
+
+def test_the_export_page_names_the_families_that_are_built_by_layers() -> None:
+    memory = part("exporting-and-verifying.md", "- **Memory.**", "\n\n")
+    assert having("alike_layers")
+    for family in having("alike_layers"):
+        assert family.capitalize() in memory
 
 
 def test_the_shell_page_names_every_folder_of_the_cache() -> None:
