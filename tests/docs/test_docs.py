@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from edgespec_export.verify.hard_texts import TORTURE, torture_set
 from edgespec_recipes.data.instructions import FORMS
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.pair.bundle import LoadOptions
@@ -167,6 +168,12 @@ def test_the_export_page_names_the_families_that_are_built_by_layers() -> None:
     assert having("alike_layers")
     for family in having("alike_layers"):
         assert family.capitalize() in memory
+
+
+def test_the_export_page_counts_the_hard_texts() -> None:
+    page = part("exporting-and-verifying.md", "| tokenizer | ", " |")
+    own = len(torture_set(map(str, range(1000)))) - len(TORTURE)
+    assert f"{len(TORTURE)} hard texts and up to {own} special tokens" in page
 
 
 def test_the_shell_page_names_every_folder_of_the_cache() -> None:
