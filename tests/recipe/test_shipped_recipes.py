@@ -11,6 +11,7 @@ from typing import Any
 import edgespec_recipes
 import pytest
 import yaml
+from repository import REPOSITORY
 
 from edgespec.cli import VERBS
 from edgespec.core.options import add_flags, given
@@ -204,6 +205,9 @@ def test_tvdpp_names_every_variant() -> None:
     for knob in ("tvdpp_estimator", "tvdpp_scope"):
         for choice in fields[knob].metadata["choices"]:
             assert choice in text
+    [page] = set(re.findall(r"docs/[\w-]+\.md", text))
+    for arm in ("tvdpp", "tvdpp-position", "tvdpp-sampled", "tvdpp-uniform"):
+        assert f" {arm} " in (REPOSITORY / page).read_text(encoding="utf-8")
 
 
 def test_quick_is_quicker_than_the_demo() -> None:
