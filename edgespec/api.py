@@ -28,7 +28,7 @@ BUNDLE = "bundle"  # the folder of a build or an export that `load` takes
 
 @naming_extras("edgespec.load")
 def load(bundle: str | Path, *, engine: str = "", precision: str = "", **options: Any) -> Pair:
-    """Open a bundle: every file is checked against its manifest, then both models are loaded.
+    """Open a bundle: the size of every file and the sha256 of each that it opens are checked, then both models are loaded.
 
     Args:
         bundle: the folder, as `build` and `export` return it, or the name of a ready pair (smollm2-135m-instruct).
