@@ -59,7 +59,7 @@ def test_the_acceptance_of_a_block_efficiency_predicts_it_again(alpha: float, ga
     assert acceptance_rate_of(predicted_block_efficiency(alpha, gamma), gamma) == pytest.approx(
         alpha, abs=2e-6
     )
-    assert acceptance_rate_of(1.0, gamma) == 0.0
+    assert acceptance_rate_of(1.0, gamma) == acceptance_rate_of(0.5, gamma) == 0.0
     assert acceptance_rate_of(gamma + 1.0, gamma) is None
 
 

@@ -8,8 +8,6 @@ from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.schedule import Outcome
 from simulated_machine import FLAT, STEEP, costs_of
 
-from edgespec.core.metrics import acceptance_rate_of, predicted_block_efficiency
-
 CONTEXT = 100
 
 
@@ -58,12 +56,3 @@ def test_drafts_that_cannot_pay() -> None:
     assert why_off([1.0, 0.99, 1.0], [1.0, 1.2, 2.999]).endswith(
         "cost 1.21 plain steps here; the drafter would need α 0.21, it has 0.20"
     )
-
-
-def test_a_rate_and_its_block_efficiency_are_each_others_inverse() -> None:
-    for length in (1, 3, 8):
-        for rate in (0.01, 0.5, 0.97):
-            efficiency = predicted_block_efficiency(rate, length)
-            assert acceptance_rate_of(efficiency, length) == pytest.approx(rate, abs=1e-5)
-        assert acceptance_rate_of(1.0, length) == acceptance_rate_of(0.5, length) == 0.0
-        assert acceptance_rate_of(length + 1.0, length) is None
