@@ -24,7 +24,7 @@ from edgespec.core.options import (
 )
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
-from edgespec.recipe.shipped import load_recipe, shipped_recipes
+from edgespec.recipe.shipped import load_recipe
 
 
 def parse(arguments: list[str]) -> dict:
@@ -175,13 +175,6 @@ def test_round_trip() -> None:
 def test_bad_values_name_value_and_bound(values: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         from_mapping(Recipe, values)
-
-
-def test_shipped_recipes_load() -> None:
-    recipes = shipped_recipes()
-    assert "tiny-chat" in recipes
-    for file in recipes.values():
-        assert resolve(load_recipe(file), {}).target
 
 
 def test_recipe_files_that_are_none(tmp_path: Path) -> None:

@@ -177,11 +177,6 @@ def test_a_head_that_cannot_be_is_refused_before_the_target_writes(
         derive(SMOLLM2_135M, DrafterOptions(kind="head", **wanted))
 
 
-def test_encoder_decoder_is_refused() -> None:
-    with pytest.raises(InputError, match="encoder-decoder"):
-        ModelShape.from_config({"model_type": "t5", "is_encoder_decoder": True})
-
-
 def test_what_the_recipes_page_says_of_many_tokens() -> None:
     target = shape_of_target("qwen3-1.7b")
     shapes = [derive(target, DrafterOptions(vocabulary=kept)) for kept in (None, 32000)]
