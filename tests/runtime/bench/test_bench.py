@@ -377,23 +377,6 @@ def test_a_plot_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["plot.png"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--draft-lengths", "0,3"], "draft_lengths is 0; it must be at least 1"),
-        (["--draft-lengths", "3,63"], "draft_lengths is 63; it must be at most 62"),
-        (["--draft-lengths", "3,x"], "draft_lengths is 'x'"),
-        (["--draft-lengths", "2,3", "--rule", "bild"], "leave out --draft-lengths 2,3"),
-        (["--max-draft-length", "16"], "max_draft_length is 16; it must be at most 15"),
-        (["--temperature", "-1"], "temperature is -1.0"),
-        (["--draft-length", "3"], "did you mean '--draft-lengths'"),
-    ],
-)
-def test_bad_flags(bundle: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", str(bundle), *flags]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_ready_pair_is_named_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     given = {"bundle": str(tmp_path / "ready" / "a-pair-0123" / "bundle"), "seed": "1"}

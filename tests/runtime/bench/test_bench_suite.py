@@ -322,6 +322,13 @@ def test_a_bound_that_is_missed_fails_after_everything_was_written(
         (["--suite", "built-in", "--prompts", "p.jsonl"], "give one of them"),
         (["--min-tau", "-1"], "min_tau is -1.0; it must be at least 0"),
         (["--min-speedup", "nan"], "min_speedup is nan"),
+        (["--draft-lengths", "0,3"], "draft_lengths is 0; it must be at least 1"),
+        (["--draft-lengths", "3,63"], "draft_lengths is 63; it must be at most 62"),
+        (["--draft-lengths", "3,x"], "draft_lengths is 'x'"),
+        (["--draft-lengths", "2,3", "--rule", "bild"], "leave out --draft-lengths 2,3"),
+        (["--max-draft-length", "16"], "max_draft_length is 16; it must be at most 15"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--draft-length", "3"], "did you mean '--draft-lengths'"),
     ],
 )
 def test_bad_flags(bundle: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
