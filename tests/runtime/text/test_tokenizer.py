@@ -1,8 +1,7 @@
-"""Streaming text whose characters span tokens, chat templates, stop tokens, and a conversation that keeps its ids."""
+"""Streaming text whose characters span tokens, chat templates, and a conversation that keeps its ids."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -154,22 +153,6 @@ def test_the_chat_template_writes_the_special_tokens_once(tokenizer: ChatTokeniz
     ids = tokenizer.encode_chat(messages)
     assert ids.count(SPECIALS.index("<|im_start|>")) == 2
     assert ids.count(END) == 1
-
-
-def test_stop_tokens_come_from_the_generation_config(byte_level: Tokenizer, tmp_path: Path) -> None:
-    folder = tokenizer_folder(tmp_path / "t", byte_level)
-    assert ChatTokenizer(folder).stop_ids == {END}
-    for written, wanted in ((2, {2}), ([0, 2], {0, 2})):
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
-        assert ChatTokenizer(folder).stop_ids == wanted
-
-
-def test_a_template_cannot_reach_out_of_its_sandbox(byte_level: Tokenizer, tmp_path: Path) -> None:
-    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(InputError, match="chat template refuses"):
-        ChatTokenizer(tokenizer_folder(tmp_path / "t", byte_level, escape)).render(
-            [{"role": "user", "content": "x"}]
-        )
 
 
 def test_a_length_that_training_left_in_a_tokenizer_is_not_kept(
