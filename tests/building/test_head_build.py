@@ -133,17 +133,6 @@ def decoded(pair: Pair, options: DecodingOptions) -> tuple[list[int], RawCounts]
     return reply, counts
 
 
-@pytest.mark.parametrize(("engine", "precision"), [("onnxruntime", "fp32"), ("llama.cpp", "q8_0")])
-@pytest.mark.parametrize("draft_length", [1, 3])
-def test_a_greedy_reply_is_the_targets(built: Path, engine: str, precision: str, draft_length: int) -> None:
-    how = DecodingOptions(max_new_tokens=NEW, draft_length=draft_length)
-    with opened(built, engine=engine, precision=precision) as pair:
-        alone, _ = decoded(pair, plain(how))
-        together, counts = decoded(pair, how)
-    assert together == alone
-    assert counts.drafted > 0
-
-
 @pytest.fixture(
     scope="module",
     params=[("onnxruntime", "fp32", ""), ("onnxruntime", "int8", FAST), ("llama.cpp", "q8_0", "")],

@@ -223,14 +223,6 @@ def test_rows_are_those_of_one_sequence_at_any_temperature(
     assert sum(ours == theirs for ours, theirs in zip(many, one, strict=True)) >= 4
 
 
-def test_the_same_shards_again(
-    finished: Path, folder: Path, options: GenerateOptions, how: InferenceOptions, tmp_path: Path
-) -> None:
-    generate(tmp_path, folder / TARGET, replace(options, features=True), 3, how, TOP_K)
-    assert shards(tmp_path) == shards(finished)
-    assert len(shards(finished)) == 3 * 4
-
-
 def test_rows_and_states_belong_together(finished: Path, options: GenerateOptions) -> None:
     rows = read_responses(finished)
     assert [row["id"] for row in rows] == list(range(30))
@@ -313,6 +305,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_shards(
     assert not generate(tmp_path, folder / TARGET, wanted, 3, how, TOP_K)["remade_shards"]
     assert (tmp_path / "shard-00000.jsonl").stat().st_mtime_ns == first
     assert shards(tmp_path) == shards(finished)
+    assert len(shards(finished)) == 3 * 4
 
 
 @pytest.mark.parametrize("context", [400, 48])
