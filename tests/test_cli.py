@@ -378,9 +378,3 @@ def test_a_current_folder_that_is_gone_is_one_line(
     (tmp_path / "gone").rmdir()
     said = refused(capsys, "recipes", "copy", "tiny-chat", "x.yaml")
     assert "the current folder is gone; go to one that is there" in said
-
-
-def test_a_check_that_fails_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bad.yaml").write_text("distill: {steps: -1}\n")
-    assert main(["recipes", "check", str(tmp_path / "bad.yaml"), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)[str(tmp_path / "bad.yaml")]

@@ -121,13 +121,6 @@ def test_bad_flags(
     assert len(errors.splitlines()) == 1
 
 
-def test_a_prompt_longer_than_the_context(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(bundle), "one two three four five six seven", "--context", "16"]) == 2
-    errors = capfd.readouterr().err
-    assert "tokens and the context holds 16" in errors
-    assert len(errors.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     "flags", [["word " * 20_000], ["word", "--system", "word " * 20_000], ["word " * 20_000, "--raw"]]
 )
