@@ -110,19 +110,14 @@ def measured(target: ModelShape, drafter: ModelShape) -> list[Way]:
     for kept in kept_for(target, drafter):
         engine, precision = kept.subject.engine, kept.subject.precision
         # a type that costs.py does not know takes its bytes of both models' weights alike, as f16 does
-        ratio = _byte_ratio(
-            target, drafter, engine, precision if precision in costs.EXPORTED_BYTES else "f16"
-        )
+        known = precision if precision in costs.EXPORTED_BYTES else "f16"
+        ratio = _streamed(drafter, engine, known) / _streamed(target, engine, known)
         ways.append(Way(f"{engine} {precision}", True, kept.source, kept.costs.nearest(CONTEXT), ratio))
     return ways
 
 
 def _streamed(shape: ModelShape, engine: str, precision: str) -> int:
     return costs.file_bytes(shape, engine, precision, streamed=True)
-
-
-def _byte_ratio(target: ModelShape, drafter: ModelShape, engine: str, precision: str) -> float:
-    return _streamed(drafter, engine, precision) / _streamed(target, engine, precision)
 
 
 def fastest(ways: Sequence[Way], rate: float) -> Way:
