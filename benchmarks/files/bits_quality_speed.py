@@ -131,12 +131,11 @@ def _opened(file: ExportedFile, threads: int, fast: bool) -> Engine:
     return load_engine(file.engine, file.path, CONTEXT, threads, attention, graph)
 
 
-def replies_of(
-    model: Path, shape: ModelShape, replies: int, *, others: bool = True
-) -> tuple[HeldOut, list[Text]]:
+def replies_of(model: Path, replies: int, *, others: bool = True) -> tuple[HeldOut, list[Text]]:
     """(what judges the files: the model's replies and its logits on them; its replies to the `others` of the questions)."""
     from transformers import AutoModelForCausalLM
 
+    shape = ModelShape.from_config(read_json(model / "config.json"))
     chats = [[{"role": "user", "content": question.turns[0]}] for question in read_suite(BUILT_IN)]
     judging = chats[:: max(1, len(chats) // replies)][:replies]
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
@@ -329,7 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = given.files or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        held, calibration = replies_of(model, shape, given.replies, others=fitted)
+        held, calibration = replies_of(model, given.replies, others=fitted)
         files = Files(model, out, calibration, given.only)
         lines = lines_of(files.all(given.bits, given.gguf_bits, given.ort), given.threads)
         measure_answers(lines, held)

@@ -26,8 +26,6 @@ from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from benchmarks.common import command_line
 from benchmarks.files.bits_quality_speed import CONTEXT, replies_of
 from edgespec.building.pair import gguf_target
-from edgespec.core.files import read_json
-from edgespec.core.shapes import ModelShape
 from edgespec.core.table import interval, table
 
 BLOCKS = (32, 64)
@@ -61,8 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     found = gguf_target(given.model)
     model = Path(given.model) if found is None else found.folder
-    shape = ModelShape.from_config(read_json(model / "config.json"))
-    held, _ = replies_of(model, shape, given.replies, others=False)
+    held, _ = replies_of(model, given.replies, others=False)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for block, smooth in product(BLOCKS, (False, True)):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from edgespec_export.answers.quality import log_softmax
 from edgespec_export.bits.texts import written_rows
 from edgespec_export.npu.qdq import BITS, calibrate, export_qdq
 from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
@@ -104,9 +105,7 @@ def logits_of(
     for prompt, reply in zip(prompts, texts, strict=True):
         cached.rewind(0)
         rows = cached.read_rows([*prompt, *reply[:-1]], GAMMA + 1)
-        logits = rows[len(prompt) - 1 :].astype(np.float64)
-        logits -= logits.max(axis=1, keepdims=True)
-        found.append((logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32))
+        found.append(log_softmax(rows[len(prompt) - 1 :]).astype(np.float32))
     engine.close()
     return found
 
