@@ -296,7 +296,9 @@ def test_names_of_a_stranger_write_no_escape_codes(byte_level: Path, tmp_path: P
     folder = copied(byte_level, tmp_path / "export")
     (folder / "onnx-fp32" / "chat_template.jinja").unlink()
     named = [{"name": "\x1b[2J", "template": "x"}]
-    change_json("tokenizer_config.json", lambda value: value.update(chat_template=named))(folder / "onnx-fp32")
+    change_json("tokenizer_config.json", lambda value: value.update(chat_template=named))(
+        folder / "onnx-fp32"
+    )
     table = tokenizer_table([asdict(one) for one in check(byte_level, folder)])
     assert "has the chat templates \ufffd[2J and none called 'default'" in table
     assert "\x1b" not in table
