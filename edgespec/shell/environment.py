@@ -39,6 +39,9 @@ VARIABLES = {
         "serve: the key that clients must send; a build: the key for --inference.url", secret=True
     ),
     "EDGESPEC_PARALLEL": Variable("build-drafter sets it for its own processes: ddp or fsdp"),
+    "EDGESPEC_LAUNCH": Variable(
+        "the sbatch scripts read it: accelerate's file of processes, instead of node-ddp.yaml"
+    ),
     "XDG_CACHE_HOME": Variable("Linux: the user's cache folder, ~/.cache where it is not set"),
     "XDG_CONFIG_HOME": Variable("Linux: the user's config folder, ~/.config where it is not set"),
     "LOCALAPPDATA": Variable("Windows: the user's cache folder"),

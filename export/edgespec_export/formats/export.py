@@ -74,7 +74,7 @@ class ExportedFile:
 
     @property
     def fast_graph(self) -> Path | None:
-        """Its graph for the fast mode, where the export wrote one (ONNX int4)."""
+        """Its graph for the fast mode, where the export wrote one (ONNX int8, int4 and mixed)."""
         graph = self.path / FAST_GRAPH
         return graph if self.engine == "onnxruntime" and graph.is_file() else None
 

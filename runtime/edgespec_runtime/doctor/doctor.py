@@ -138,7 +138,7 @@ def _variant(pair: Pair, costs: Costs, prompts: Sequence[Sequence[int]], seconds
 def _others(
     pair: Pair, chosen: Variant, options: Options, prompts: Sequence[Sequence[int]], notes: list[str]
 ) -> tuple[Variant, ...]:
-    """The bundle's other engines and precisions, ONNX int4 in the other mode, and llama.cpp with the other attention kernel."""
+    """The bundle's other engines and precisions, ONNX files in the other mode, and llama.cpp with the other attention kernel."""
     ways: list[LoadOptions] = []
     for engine, precision in pair.manifest.pairs():
         way = LoadOptions(engine, precision, options.context, options.threads)

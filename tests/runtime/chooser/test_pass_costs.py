@@ -10,7 +10,7 @@ from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import predicted_block_efficiency
 
-# v(1..8) of llama.cpp 7B Q4_0 as DESIGN decision 4 has it: its kernels work on rows of four
+# v(1..8) of llama.cpp 7B Q4_0 on one processor: its kernels work on rows of four
 SAW = (1.0, 1.51, 2.12, 1.40, 2.12, 2.70, 2.64, 2.58)
 
 

@@ -45,7 +45,7 @@ def fed(engine: LlamaCppEngine, step: int) -> np.ndarray:
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.llamacpp
 def test_blocks_are_exact_with_quantised_weights(files: dict[str, Path], family: str) -> None:
-    """DESIGN decision 3: flash attention makes a Q8_0 block equal to single steps, and is the default there."""
+    """Flash attention makes a Q8_0 block equal to single steps, and is the default there."""
     engine = LlamaCppEngine(files[f"{family}-q8_0"], threads=1)
     assert engine.flash_attention
     single = fed(engine, 1)
