@@ -238,7 +238,13 @@ def optimum(arguments: list[str]) -> int:
 
 COMMANDS = {"demo": demo, "chat": chat, "test": test, "optimum": optimum}
 
-if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in COMMANDS:
         sys.exit(__doc__)
-    raise SystemExit(COMMANDS[sys.argv[1]](sys.argv[2:]))
+    sys.stdout.reconfigure(errors="replace")  # to a file Windows writes few letters
+    return COMMANDS[arguments[0]](arguments[1:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

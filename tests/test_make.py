@@ -58,6 +58,22 @@ def test_what_a_command_reads_can_be_given(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().out.endswith("cba\n")
 
 
+def test_what_the_output_cannot_encode_does_not_end_the_program() -> None:
+    """As where Windows writes to a file: the demo's last lines have a Greek letter, and a folder may have any."""
+    program = (
+        "import make\nmake.COMMANDS['demo'] = lambda words: print('with \\u03b3 chosen', *words) or 3\n"
+        "raise SystemExit(make.main(['demo', '\\u738b']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONIOENCODING": "cp1252"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "with ? chosen ?\n", "")
+
+
 def write_program(file: Path, text: str) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
