@@ -35,14 +35,15 @@ PAIR = "smollm2-135m-instruct"
 QUESTIONS = ("What is photosynthesis?", "Write a two-line poem about the sea.", "Why is the sky blue?")
 
 
-def run(*command: object, typed: str = "") -> int:
-    """Run a command in the checkout; its exit code. `typed`: what it reads instead of the keyboard.
+def run(*command: object, typed: str = "", folder: Path = ROOT) -> int:
+    """Run a command in the checkout or another folder; its exit code. `typed`: what it reads instead of the keyboard.
 
     Ctrl-C is the command's: a chat stops its reply and goes on. Where the command ends by it, this program ends too.
     """
     print("$", *command, flush=True)
     words = [str(part) for part in command]
-    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE if typed else None, text=True) as process:
+    given = subprocess.PIPE if typed else None
+    with subprocess.Popen(words, cwd=folder, stdin=given, text=True) as process:
         if process.stdin:
             process.stdin.write(typed)
             process.stdin.close()
@@ -56,6 +57,11 @@ def run(*command: object, typed: str = "") -> int:
     if interrupted and code:
         sys.exit(code if code > 0 else 128 - code)
     return code
+
+
+def shown(path: Path) -> Path:
+    """A path in the checkout as the user types it, who may be in another folder."""
+    return path.relative_to(ROOT) if Path.cwd() == ROOT else path
 
 
 def pip(venv: Path, *arguments: str) -> int:
@@ -166,7 +172,7 @@ def chat(arguments: list[str]) -> int:
     set_up("all")
     if not has_smollm2():
         return 2
-    return run(BIN / "edgespec", "chat", PAIR, *arguments)
+    return run(BIN / "edgespec", "chat", PAIR, *arguments, folder=Path.cwd())
 
 
 def demo_tiny_chat(arguments: list[str]) -> int:
@@ -176,7 +182,7 @@ def demo_tiny_chat(arguments: list[str]) -> int:
         edgespec, "bench", build / "bundle", "--plot", build / "bench.png", "--json", build / "bench.json"
     )
     if code == 0:
-        print(f"\nTalk to the pair: {edgespec.relative_to(ROOT)} chat {build / 'bundle'}")
+        print(f"\nTalk to the pair: {shown(edgespec)} chat {shown(ROOT / build / 'bundle')}")
     return code
 
 
@@ -195,7 +201,7 @@ def demo_smollm2(arguments: list[str]) -> int:
         code = run(edgespec, "chat", PAIR, typed="\n".join(QUESTIONS) + "\n")
     if code == 0:
         print("\n" + in_short(json.loads((ROOT / bench).read_text(encoding="utf-8"))))
-        print(f"\nTalk to it: {edgespec.relative_to(ROOT)} chat {PAIR}")
+        print(f"\nTalk to it: {shown(edgespec)} chat {PAIR}")
     return code
 
 
@@ -232,7 +238,7 @@ def test(arguments: list[str]) -> int:
 def optimum(arguments: list[str]) -> int:
     set_up("optimum", OPTIMUM, "constraints-optimum.txt")
     if arguments:
-        return run(OPTIMUM / SCRIPTS / "edgespec", "export-optimum", *arguments)
+        return run(OPTIMUM / SCRIPTS / "edgespec", "export-optimum", *arguments, folder=Path.cwd())
     return run(OPTIMUM / SCRIPTS / "python", "tests/support/models/optimum_program.py")
 
 

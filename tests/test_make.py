@@ -101,6 +101,27 @@ def test_an_environment_without_its_python_is_made_anew(
     assert said.read_text() == f"-m venv --clear {venv}\n"
 
 
+def test_from_another_folder_paths_are_those_of_that_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is given to chat and optimum, what a chat saves, and the command that the demo prints at its end."""
+    program = write_program(tmp_path / make.SCRIPTS / "edgespec", "#!/bin/sh\npwd -P\n")
+    monkeypatch.setattr(make, "BIN", program.parent)
+    monkeypatch.setattr(make, "OPTIMUM", tmp_path)
+    monkeypatch.setattr(make, "set_up", lambda *_: None)
+    monkeypatch.setattr(make, "has_smollm2", lambda: True)
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    assert make.chat([]) == make.optimum(["model", "out"]) == make.demo_tiny_chat([]) == 0
+    printed = capfd.readouterr().out
+    assert printed.count(f"\n{here}\n") == 2
+    assert printed.count(f"\n{REPOSITORY}\n") == 2  # a build and its bench are the checkout's
+    bundle = REPOSITORY / "build" / "tiny-chat" / "bundle"
+    assert printed.endswith(f"\nTalk to the pair: {program} chat {bundle}\n")
+    monkeypatch.chdir(REPOSITORY)
+    assert make.shown(bundle) == Path("build", "tiny-chat", "bundle")
+
+
 def test_replies_that_are_the_same_are_counted_over_all_draft_lengths() -> None:
     """Each draft length changed other replies than the others did."""
     fixed = [{"draft_length": length, "identical": 11, "acceptance_rate": 0.5} for length in (1, 2)]
