@@ -109,7 +109,7 @@ class StaticEngine:
         context_length: tokens that it takes; default and upper bound: what the cache holds.
 
     Raises:
-        BundleError: the folder is not such a model. MissingExtra: OpenVINO is not installed.
+        BundleError: the folder is not such a model. MissingExtra: OpenVINO is not installed. EdgespecError: it cannot be loaded.
     """
 
     def __init__(

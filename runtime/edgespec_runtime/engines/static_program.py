@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.core.errors import InputError, MissingExtra
+from edgespec.core.errors import InputError, MissingExtra, loading
 
 Array = NDArray[Any]
 Feeds = dict[str, Array]
@@ -43,10 +43,11 @@ def open_onnxruntime(path: Path, threads: int, inputs: Shapes, outputs: Shapes) 
 
 @cache
 def _core() -> Any:
-    """Raises MissingExtra without OpenVINO."""
+    """Raises MissingExtra without OpenVINO, EdgespecError where its libraries cannot be loaded."""
     try:
-        import openvino
-    except ImportError as error:
+        with loading("openvino"):
+            import openvino
+    except ModuleNotFoundError as error:
         raise MissingExtra("openvino", "openvino", "Running static graphs in OpenVINO") from error
     return openvino.Core()
 
