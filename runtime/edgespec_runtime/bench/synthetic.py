@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_you_mean
+from edgespec.core.errors import EdgespecError, InputError, did_you_mean
 from edgespec.core.manifest import ROLES
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, with_default
@@ -162,7 +162,7 @@ def run(given: dict[str, Any], build: Build) -> int:
             for section in measure(pair, options, temperatures, lengths):
                 sections.append(section)
                 print(text(section, markdown=options.markdown), end="\n\n", flush=True)
-        except (InputError, MissingExtra) as failure:
+        except EdgespecError as failure:
             failures.append((f"{engine} {precision}", failure))
     if not sections:
         raise failures[0][1]

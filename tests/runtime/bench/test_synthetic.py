@@ -18,7 +18,7 @@ from synthetic_shape import SMALL_SHAPE
 from toy_engine import ToyEngine, random_model
 
 from edgespec.core import progress
-from edgespec.core.errors import InputError
+from edgespec.core.errors import EdgespecError, InputError
 
 
 @pytest.mark.parametrize("engine", ["static", "openvino"])
@@ -27,6 +27,26 @@ def test_an_engine_without_synthetic_files_is_named(engine: str, precision: str)
     words = f"no synthetic files for the engine '{engine}'; known: llama.cpp, onnxruntime"
     with pytest.raises(InputError, match=words):
         ways_of(Options(engine=engine, precision=precision))
+
+
+def test_an_engine_that_cannot_be_loaded_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others run, though it comes first."""
+    broken = "llama-cpp-python is installed and cannot be loaded"
+
+    def build(name: str, engine: str, precision: str) -> Any:
+        if engine == "llama.cpp":
+            raise EdgespecError(broken)
+
+    monkeypatch.setattr(synthetic, "measure", lambda *_: ["a section"])
+    monkeypatch.setattr(synthetic, "text", lambda section, **_: section)
+    monkeypatch.setattr(synthetic, "as_json", lambda sections, left_out: left_out)
+    assert synthetic.run({"synthetic": "llama-2-7b-chat"}, build) == 0
+    left_out = [f"llama.cpp {precision} is left out: {broken}" for precision in ("q4_0", "q8_0")]
+    assert capsys.readouterr().out.splitlines() == ["a section", "", *left_out]
+    with pytest.raises(EdgespecError, match=broken):
+        synthetic.run({"synthetic": "llama-2-7b-chat", "engine": "llama.cpp"}, build)
 
 
 def toy_runs(seconds: float = 0.0, **how: Any) -> list[Run]:
