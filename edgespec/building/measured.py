@@ -33,15 +33,17 @@ def run_measured(argv: Sequence[str], log: Path, given: str = "") -> Usage:
 
     The peak is the kernel's own account of the process (wait4), where the system keeps one. That begins before the program
     replaces the copy of this process it was started from, so where it says no more than this process had, the highest value seen
-    meanwhile counts. Raises EdgespecError with the last lines of the log where it does not end with 0. The process is ended where
-    this one is interrupted.
+    meanwhile counts. A program of Python imports nothing from the current folder, which may hold a stranger's files. The
+    process is ended where this one is interrupted. Raises EdgespecError with the last lines of the log where it does not end
+    with 0.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     start, seen = time.monotonic(), {"VmHWM": 0, "RssAnon": 0}
     with open(log, "ab") as stream, TemporaryFile() as words:
         words.write(given.encode())
         words.seek(0)
-        process = Popen(argv, stdin=words, stdout=stream, stderr=STDOUT)
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        process = Popen(argv, stdin=words, stdout=stream, stderr=STDOUT, env=environment)
         try:
             while (peak := _ended(process)) is None:
                 _look(process.pid, seen)

@@ -200,6 +200,15 @@ def test_memory_of_a_program_is_its_own(tmp_path: Path) -> None:
         run_measured([sys.executable, "-c", "print('no'); raise SystemExit(3)"], tmp_path / "other.txt")
 
 
+def test_a_program_imports_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a model that was fetched; the installed edgespec itself does not look there either."""
+    (tmp_path / "json.py").write_text("raise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    run_measured([sys.executable, "-c", "import json"], tmp_path / "log.txt")
+
+
 def test_random_weights_resume_shard_by_shard(tmp_path: Path) -> None:
     total = write_checkpoint(TINY, tmp_path / "whole", shard_bytes=2**20)
     shards = sorted((tmp_path / "whole").glob("*.safetensors"))
