@@ -69,14 +69,15 @@ def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
     return read_recipe(options.recipe, flags, made=True)[0], options
 
 
-def check_packages(recipe: Recipe) -> None:
+def check_packages(recipe: Recipe, *, trains: bool = True) -> None:
     """Everything the last stage needs is asked for before the first one starts. Raises MissingExtra."""
-    wanted = ["torch", "transformers", "accelerate"]
+    extra, purpose = ("all", "Building a drafter") if trains else ("export", "Exporting a pair")
+    wanted = ["torch", "transformers", *(["accelerate"] if trains else [])]
     wanted += ["onnx", "onnxruntime_genai"] if recipe.export.onnx else []
     wanted += ["gguf"] if recipe.export.gguf or gguf_of(recipe.target) else []
     for package in wanted:
         if find_spec(package) is None:
-            raise MissingExtra(package, "all", "Building a drafter")
+            raise MissingExtra(package, extra, purpose)
     if recipe.drafter.kind == "head" and not recipe.export.onnx and find_spec("llama_cpp") is None:
         raise MissingExtra("llama_cpp", "llamacpp", "Measuring a head that has only GGUF files beside it")
 

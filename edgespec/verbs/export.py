@@ -268,7 +268,7 @@ def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     source = find_source(options)
     recipe = export_recipe(options, source, given)
-    check_packages(recipe)
+    check_packages(recipe, trains=False)
     ending = f"-{options.device}" if options.device else "-export"
     out = Path(options.out).expanduser() if options.out else Path("build") / f"{source.target.name}{ending}"
     command = command_line("export", Options, given)

@@ -10,14 +10,15 @@ from tiny_models import make_model_folder
 from torchrun import torchrun
 
 from edgespec.cli import main
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.options import as_flags
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import InferenceOptions, Recipe
 from edgespec.recipe.targets import TARGETS
 from edgespec.shell.environment import API_KEY
 from edgespec.stages.stage import STAGE_FILE
-from edgespec.verbs.build import _check_key, _room, claim
+from edgespec.verbs import build
+from edgespec.verbs.build import _check_key, _room, check_packages, claim
 
 GIB = 2**30
 SMOL = "smollm2-135m-instruct"
@@ -52,6 +53,18 @@ def test_a_process_counts_its_own_gpu_and_who_shares_it(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     room = _room(tmp_path, "ddp")
     assert (room.on_gpu, room.memory, room.sharing) == (True, memory, sharing)
+
+
+def test_an_export_asks_for_no_package_that_only_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra `export` is enough for it."""
+    recipe = Recipe(target="tiny-chat")
+    monkeypatch.setattr(build, "find_spec", lambda name: None if name == "accelerate" else name)
+    check_packages(recipe, trains=False)
+    with pytest.raises(MissingExtra, match=r"Building a drafter needs accelerate, .*edgespec\[all\]"):
+        check_packages(recipe)
+    monkeypatch.setattr(build, "find_spec", lambda _: None)
+    with pytest.raises(MissingExtra, match=r"Exporting a pair needs torch, .*edgespec\[export\]"):
+        check_packages(recipe, trains=False)
 
 
 @pytest.mark.training
