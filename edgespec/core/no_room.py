@@ -35,6 +35,7 @@ _WINDOWS = {32: _IN_USE, 123: "Windows takes no such name", 206: "the name is to
 _WINDOWS_ABSENT = 3  # a folder on the way, or the drive
 _WINDOWS_DENIED = 5  # also of what a program has mapped
 _WINDOWS_FULL = (39, 112)  # Rust prints these
+_NO_SCRATCH = "No usable temporary directory found in "  # the words of Python's tempfile
 _CUT_SHORT = re.compile(  # NumPy's words, torch's, llama.cpp's
     r"^\d+ requested and \d+ written|inline_container.*unexpected pos|PytorchStreamWriter failed writing|iostream error"
 )
@@ -62,6 +63,11 @@ def write_error(path: Path | str, error: BaseException, *, within: bool = False)
         denied = _DENIED[number] + f", or {_IN_USE}" * (windows == _WINDOWS_DENIED)
         return OneProcessError(
             f"cannot use {path}: {denied}; allow it or choose another place, then run the same command again"
+        )
+    if number == errno.ENOENT and _NO_SCRATCH in str(error):
+        return OneProcessError(
+            f"no folder takes temporary files, of {str(error).partition(_NO_SCRATCH)[2]}; set TMPDIR to one that does, then run "
+            "the same command again"
         )
     if windows == _WINDOWS_ABSENT:
         folder_at(Path(os.fsdecode(path)))  # says it where the drive is not there

@@ -7,6 +7,7 @@ import errno
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,18 @@ def test_a_full_disk_and_what_is_none() -> None:
         InputError("said already"),
     ):
         assert write_error("/tmp/x", other) is None
+
+
+def test_no_place_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose file system is read-only."""
+    place = str(tmp_path / "gone")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [place])
+    with pytest.raises(FileNotFoundError) as caught:
+        tempfile.gettempdir()
+    message = write_error("/tmp/x", caught.value)
+    assert isinstance(message, OneProcessError)
+    assert str(message).startswith(f"no folder takes temporary files, of [{place!r}]; set TMPDIR to one that")
 
 
 def test_windows_says_it_by_numbers_of_its_own(tmp_path: Path) -> None:
