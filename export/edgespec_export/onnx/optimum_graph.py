@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import CheckFailed, InputError, MissingExtra
+from edgespec.core.errors import CheckFailed, EdgespecError, InputError
 from edgespec.core.families import family_named
 from edgespec.core.files import read_json, whole_folder
 from edgespec.core.folder_lock import refuse_other
@@ -61,7 +61,7 @@ def run(given: dict[str, Any]) -> int:
 def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
     """Write `out` (whole or not at all): model.onnx, config.json, generation_config.json, tokenizer.
 
-    Raises InputError where `model` is no model folder or `out` is a folder of something else, MissingExtra outside the
+    Raises InputError where `model` is no model folder or `out` is a folder of something else, EdgespecError outside the
     environment, CheckFailed where the graph and torch part by more than LOGITS_BOUND or in a greedy token.
     """
     if not (model / "config.json").is_file():
@@ -75,8 +75,10 @@ def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
         try:
             from optimum.exporters.onnx import main_export
         except ImportError as error:
-            raise MissingExtra(
-                "optimum-onnx", "optimum", "Exporting with optimum (in an environment of its own)"
+            raise EdgespecError(
+                f"export-optimum needs optimum-onnx, which cannot be imported here ({error}); it takes transformers 4.57, and "
+                "the rest of edgespec is tested with 5, so it runs in an environment of its own: in the checkout of edgespec, "
+                "python3 make.py optimum MODEL OUT"
             ) from error
         logging.getLogger("optimum").setLevel(logging.ERROR)
         with progress("export with optimum", 2, "steps") as bar, whole_folder(out) as folder:
