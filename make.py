@@ -125,7 +125,10 @@ def is_set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt
 def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") -> None:
     """Make an environment and install edgespec with one extra, unless the same files were installed before."""
     if sys.version_info < (3, 11):  # noqa: UP036 (this file is what an older Python meets first)
-        sys.exit(f"edgespec needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+        sys.exit(
+            f"edgespec needs Python 3.11 or newer; this is {sys.version.split()[0]}: install a newer one beside it and start "
+            "make.py with that, as in: python3.13 make.py demo"
+        )
     start = time.monotonic()
     if is_set_up(extra, venv, constraints):
         return
@@ -143,7 +146,8 @@ def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") 
     if install_torch(venv, constraints) or pip(
         venv, "--constraint", constraints, "--editable", f".[{extra}]"
     ):
-        sys.exit("installation failed; see pip's message above, then run the same command again")
+        compiles = "; without a C/C++ compiler: test --fast" if extra == "test" else ""
+        sys.exit(f"installation failed; see pip's message above, then run the same command again{compiles}")
     stamp_of(extra, venv).write_text(wanted(constraints))
     print(f"packages installed in {time.monotonic() - start:.0f} s", flush=True)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from repository import REPOSITORY
@@ -99,6 +100,20 @@ def test_an_environment_without_its_python_is_made_anew(
     assert not make.is_set_up("all", venv)
     make.set_up("all", venv)
     assert said.read_text() == f"-m venv --clear {venv}\n"
+
+
+def test_what_stops_an_installation_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make, "works", lambda _: True)
+    monkeypatch.setattr(make, "without_amx", lambda: None)
+    monkeypatch.setattr(make, "install_torch", lambda *_: 1)
+    with pytest.raises(SystemExit, match=r"run the same command again; without .* compiler: test --fast$"):
+        make.set_up("test", tmp_path)
+    with pytest.raises(SystemExit, match=r"run the same command again$"):
+        make.set_up("all", tmp_path)
+    older = SimpleNamespace(version_info=(3, 10, 12), version="3.10.12 (main)", exit=sys.exit)
+    monkeypatch.setattr(make, "sys", older)
+    with pytest.raises(SystemExit, match=r"3\.11 or newer; this is 3\.10\.12: .* python3\.13 make\.py demo$"):
+        make.set_up("all", tmp_path)
 
 
 def test_from_another_folder_paths_are_those_of_that_folder(
