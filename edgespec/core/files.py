@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from glob import escape
 from io import TextIOWrapper
@@ -269,7 +269,8 @@ def _temporary(path: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
         for stale in path.parent.glob(f".{escape(path.name)}.*.tmp"):
             process = stale.name.removeprefix(f".{path.name}.").partition(".")[0]
             if process == str(os.getpid()) or not _is_running(process):
-                remove(stale)
+                with suppress(OSError):  # another user's: the new one has another name
+                    remove(stale)
         try:
             with told_as(temporary, path):
                 yield temporary

@@ -165,6 +165,15 @@ def test_what_a_killed_run_left_is_swept_and_what_another_writes_is_not(tmp_path
     assert sorted(tmp_path.iterdir()) == sorted([file, theirs])
 
 
+def test_what_cannot_be_swept_is_in_nobodys_way(tmp_path: Path) -> None:
+    """As the part of another user's file in a shared folder that lets everybody remove only what is his."""
+    left = tmp_path / ".chat.json.99999999.tmp"
+    left.mkdir()
+    write_bytes(tmp_path / "chat.json", b"mine")
+    assert (tmp_path / "chat.json").read_bytes() == b"mine"
+    assert sorted(tmp_path.iterdir()) == [left, tmp_path / "chat.json"]
+
+
 def test_a_name_with_brackets_is_swept_too(tmp_path: Path) -> None:
     for name in (".out[1].99999999.tmp", ".out[1].slices.x1"):
         (tmp_path / name).mkdir()
