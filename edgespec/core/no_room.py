@@ -1,4 +1,4 @@
-"""A write that failed for want of room or rights, as one line: what it was, how much is free, what to do. And a full GPU.
+"""A write that failed for want of room or rights, as one line: what it was, how much is free, what to do. And memory used up.
 
 Libraries say that a disk is full in words of their own, often without the system's error number: NumPy counts bytes, Rust prints
 "os error 28", torch's archive writer finds itself at a wrong position. Knows nothing of what is written.
@@ -36,6 +36,7 @@ _WINDOWS_ABSENT = 3  # a folder on the way, or the drive
 _WINDOWS_DENIED = 5  # also of what a program has mapped
 _WINDOWS_FULL = (39, 112)  # Rust prints these
 _NO_SCRATCH = "No usable temporary directory found in "  # the words of Python's tempfile
+_ALLOCATOR = re.compile(r"DefaultCPUAllocator: (.+)")  # torch's, of the machine's own memory
 _CUT_SHORT = re.compile(  # NumPy's words, torch's, llama.cpp's
     r"^\d+ requested and \d+ written|inline_container.*unexpected pos|PytorchStreamWriter failed writing|iostream error"
 )
@@ -66,8 +67,8 @@ def write_error(path: Path | str, error: BaseException, *, within: bool = False)
         )
     if number == errno.ENOENT and _NO_SCRATCH in str(error):
         return OneProcessError(
-            f"no folder takes temporary files, of {str(error).partition(_NO_SCRATCH)[2]}; set TMPDIR to one that does, then run "
-            "the same command again"
+            f"no folder takes temporary files, of {str(error).partition(_NO_SCRATCH)[2]}; make room in one of them, or set TMPDIR to another, "
+            "then run the same command again"
         )
     if windows == _WINDOWS_ABSENT:
         folder_at(Path(os.fsdecode(path)))  # says it where the drive is not there
@@ -75,13 +76,24 @@ def write_error(path: Path | str, error: BaseException, *, within: bool = False)
 
 
 def memory_error(error: BaseException) -> OneProcessError | None:
-    """The message for torch's error of a GPU whose memory is used up; None for any other error."""
-    if type(error).__name__ != "OutOfMemoryError":  # torch's own: most verbs do not load torch
+    """The message where memory is used up, a GPU's or the machine's; None for any other error."""
+    smaller = (
+        "begin in a new folder with smaller batches (--generate.batch-size, --distill.micro-batch-size and the like) or "
+        "--inference.dtype bfloat16"
+    )
+    if type(error).__name__ == "OutOfMemoryError":  # torch's own: most verbs do not load torch
+        told = str(error).partition(" Including ")[0].rstrip(". ")  # what follows is for who knows torch
+        return OneProcessError(
+            f"{told}; end other programs on that GPU and run the same command again, or {smaller}"
+        )
+    allocator = _ALLOCATOR.search(str(error))
+    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not (allocator or refused or isinstance(error, MemoryError)):
         return None
-    told = str(error).partition(" Including ")[0].rstrip(". ")  # what follows is for who knows torch
+    told = (allocator[1] if allocator else str(error)).rstrip(". ")
     return OneProcessError(
-        f"{told}; end other programs on that GPU and run the same command again, or begin in a new folder with "
-        "smaller batches (--generate.batch-size, --distill.micro-batch-size and the like) or --inference.dtype bfloat16"
+        f"no memory is left{f' ({told})' if told else ''}; end other programs and run the same command again, or give a "
+        f"shorter --context, or {smaller}"
     )
 
 
