@@ -76,7 +76,7 @@ def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
     Raises InputError (network, gate, room, another pull), BundleError (content).
     """
     out = out.absolute()
-    if not out.name:
+    if not out.name or os.path.ismount(out):
         raise InputError(f"{out} is the root of a file system; give a folder in it with --out")
     partial = out.with_name(f".{out.name}.partial")
     fresh = not partial.exists()
@@ -149,8 +149,16 @@ def _pull(repo: str, out: Path, revision: str, most_bytes: int, partial: Path, f
 
 
 def _is_complete(out: Path, manifest: Path) -> bool:
-    """Whether `out` is the whole bundle of this manifest. Raises InputError where it holds something else."""
+    """Whether `out` is the whole bundle of this manifest. Raises InputError where it holds something else, or cannot be it."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        if out.is_symlink():
+            raise InputError(
+                f"{out} is a symbolic link, and a bundle becomes a folder there; remove the link, or give another --out"
+            )
+        if out.exists() and out.samefile(os.curdir):  # who is in it would be in a folder that is gone
+            raise InputError(
+                f"{out} is the current folder, and a bundle takes its place; go to another, or give another --out"
+            )
         return False
     ours = out / MANIFEST
     if not ours.is_file() or sha256_file(ours) != sha256_file(manifest):

@@ -54,3 +54,30 @@ def test_a_part_of_another_size_is_closed_before_it_is_deleted(
         pull._download("me/pair", "0" * 40, "target.gguf", 5, part, Mock())
     assert was_open == [False]
     assert not part.exists()
+
+
+def test_what_a_bundle_cannot_become_is_said_before_it_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file system lets a folder replace a link or another disk, and the current folder would be gone."""
+
+    def fetched(repo: str, revision: str, folder: Path) -> str:
+        (folder / MANIFEST).write_text("{}")
+        return "0" * 40
+
+    for name in ("empty", "here", "disk"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "astray").symlink_to(tmp_path / "gone")
+    monkeypatch.setattr(pull, "_fetch_manifest", fetched)
+    monkeypatch.setattr(pull.os.path, "ismount", lambda place: Path(place).name == "disk")
+    monkeypatch.chdir(tmp_path / "here")
+    for out, words in (
+        (tmp_path / "link", "link is a symbolic link, .*; remove the link"),
+        (tmp_path / "astray", "astray is a symbolic link, .*; remove the link"),
+        (Path(), "here is the current folder, .*; go to another"),
+        (tmp_path / "disk", "disk is the root of a file system; give a folder in it"),
+    ):
+        with pytest.raises(InputError, match=words):
+            pull.pull("me/pair", out, "main", 1)
+    assert not list(tmp_path.glob(".*"))
