@@ -16,10 +16,10 @@ from pathlib import Path
 from edgespec.building.pair import gguf_target
 from edgespec.building.pipeline_export import Source
 from edgespec.core import __version__
-from edgespec.core.errors import InputError
+from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import copy_file, sha256_file, write_json, write_text
 from edgespec.core.folder_lock import held, remove_older
-from edgespec.core.manifest import MANIFEST, SCHEMA_VERSION
+from edgespec.core.manifest import SCHEMA_VERSION, open_manifest
 from edgespec.core.output import note, print_as_notes
 from edgespec.model_folder.head import keep_in_bytes
 from edgespec.recipe.read import RECIPE_FILE, resolve
@@ -68,18 +68,27 @@ def _make(name: str, drafter: Path) -> Path:
             f"the target {name} is not on this machine: {command}, then run the same command again"
         )
     out = folder_of(name, drafter, file)
-    made = out / "bundle" / MANIFEST
+    bundle = out / "bundle"
     copied = [out / "export", out / "verify"]  # the bundle has copies of what is in them
-    if not made.is_file() or any(map(Path.exists, copied)):
+    if not _is_whole(bundle) or any(map(Path.exists, copied)):
         command = f"edgespec chat {name}"
         with held(out, command, wait=True), print_as_notes():
-            if not made.is_file():  # another process may have made it meanwhile
+            if not _is_whole(bundle):  # another process may have made it meanwhile
                 note(f"making the ready pair {name} (once; about 2 minutes)")
                 _export(name, drafter, out)
             for folder in copied:
                 shutil.rmtree(folder, ignore_errors=True)
             remove_older(out, command)  # what other versions made of the pair
-    return made.parent
+    return bundle
+
+
+def _is_whole(bundle: Path) -> bool:
+    """Whether all of a bundle's files are there, in their sizes: what cleans up old files may take some of a cache's."""
+    try:
+        open_manifest(bundle, hashes=False)
+    except BundleError:
+        return False
+    return True
 
 
 def folder_of(name: str, drafter: Path, file: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_text
-from edgespec.core.manifest import MANIFEST
+from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.planning.preflight import check_memory
 from edgespec.recipe.targets import FoundTarget
 from edgespec.verbs import ready
@@ -48,6 +49,23 @@ def test_what_was_left_beside_a_whole_bundle_goes_with_the_next_use(
         write_text(pair / name, "")
     monkeypatch.setattr(ready, "gguf_of", lambda name: tmp_path / "tiny.gguf")
     monkeypatch.setattr(ready, "folder_of", lambda *_: pair)
+    monkeypatch.setattr(ready, "open_manifest", lambda *_, **__: None)
     monkeypatch.setattr(ready, "_export", lambda *_: pytest.fail("made again"))
     assert ready._make("tiny", tmp_path / "drafter") == pair / "bundle"
     assert [folder.name for folder in pair.iterdir()] == ["bundle"]
+
+
+def test_a_pair_that_lost_a_file_is_made_again(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache may be cleaned of what nobody has read for a month, and no command fetches or builds a ready pair."""
+    pair, made = tmp_path / "tiny-0123456789ab", list[str]()
+    shutil.copytree(bundle, pair / "bundle")
+    monkeypatch.setattr(ready, "gguf_of", lambda name: tmp_path / "tiny.gguf")
+    monkeypatch.setattr(ready, "folder_of", lambda *_: pair)
+    monkeypatch.setattr(ready, "_export", lambda name, *_: made.append(name))
+    ready._make("tiny", tmp_path / "drafter")
+    assert made == []
+    (pair / "bundle" / next(iter(open_manifest(bundle).files))).unlink()
+    ready._make("tiny", tmp_path / "drafter")
+    assert made == ["tiny"]
