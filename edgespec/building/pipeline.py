@@ -18,6 +18,7 @@ from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
 from edgespec.model_folder.head import check_layers, check_target, shape_of_drafter
+from edgespec.model_folder.weights_files import SINGLE
 from edgespec.planning.drafter_shape import drafter_shape
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import cost_ratios, describe
@@ -81,7 +82,8 @@ class Build(ExportStages):
         found = self.stage(stage, f"find or make {name}", {"target": name}, find, reads=reads)
         folder = Path(found["folder"])
         config, own = folder / "config.json", own_file(folder)
-        if file and not (config.is_file() and own is not None and own.path == file.resolve()):
+        there = config.is_file() and (folder / SINGLE).is_file()  # in the cache, which may be cleaned up
+        if file and not (there and own is not None and own.path == file.resolve()):
             gguf_target(name)  # the cache was emptied, or another build has read a copy of the file
         if not config.is_file():
             raise gone(stage, found, name, self.out / stage)

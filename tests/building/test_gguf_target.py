@@ -190,6 +190,23 @@ def test_a_builds_own_file_is_found_behind_another_builds_copy(
     own.copy(copy)
 
 
+@pytest.mark.parametrize("lost", ["model.safetensors", "tokenizer.json"])
+def test_what_was_cleaned_out_of_the_cache_is_made_again(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """One file of a folder may be older than another."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    name = str(made / "tiny.gguf")
+    build = Build(Recipe(target=name), tmp_path / "out")
+    folder = build._find("target", name).folder
+    (folder / lost).unlink()
+    assert find_target(name).folder == folder
+    assert (folder / lost).is_file()
+    (folder / "model.safetensors").unlink()
+    build._find("target", name)
+    assert (folder / "model.safetensors").is_file()
+
+
 def test_a_whole_build(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = command(made)

@@ -75,12 +75,18 @@ def folder_of(file: Path) -> Path:
     digest = sha256_of([file])[file]
     home = cache_folder() / "targets" / f"gguf-{digest[:16]}-v{SCHEMA}"
     model = home / MODEL
-    if not (model / "config.json").is_file():
+    if not _is_there(model):
         with held(home, f"reading {file}", wait=True):
-            if not (model / "config.json").is_file():
+            if not _is_there(model):
                 _write(model, file, header, config, places)
     OwnFile(file.resolve(), digest, file.stat().st_size, precision_of(header)).keep(model)
     return model
+
+
+def _is_there(model: Path) -> bool:
+    """Whether a folder has its weights and what they mean: what cleans up old files may take one of a cache's."""
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", SINGLE)
+    return all((model / name).is_file() for name in names)
 
 
 def check_file(header: Header, config: Mapping[str, Any], file: Path) -> dict[str, Place]:
