@@ -7,6 +7,7 @@ at a fraction of the speed of hashing it.) Other stages are known by their run i
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -198,9 +199,25 @@ def _difference(seen: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def _remove(result: Path) -> None:
     """Take a result away in one step; deleting the files of a folder may take longer, and may be cut short."""
-    if result.is_dir():
-        aside = result.with_name(f".{result.name}.{os.getpid()}.stale")
-        put_in_place(result, aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
+    if not result.is_dir():
         result.unlink(missing_ok=True)
+        return
+    aside = result.with_name(f".{result.name}.{os.getpid()}.stale")
+    try:
+        put_in_place(result, aside)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # in a container no folder of the image can be moved
+            raise
+        _delete(result)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _delete(stage: Path) -> None:
+    """Delete a stage's folder where it is. Cut short, it is neither done nor without the record that has it deleted."""
+    order = {STAGE_FILE: 0, RECORD: 2}
+    for path in sorted(stage.iterdir(), key=lambda path: order.get(path.name, 1)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    stage.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -229,3 +230,27 @@ def test_a_stage_opened_again_for_a_damaged_file_counts_its_seconds_on(tmp_path:
     assert run_stage(stage, {}, lambda place: {"shards": 1}) == {"shards": 1}
     assert read_json(stage / STAGE_FILE)["seconds"] >= 7200.0
     assert [file.name for file in stage.iterdir()] == [STAGE_FILE]
+
+
+def test_a_folder_that_cannot_be_moved_is_deleted_where_it_is(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a build that came with a container's image: an overlay file system moves no folder of a lower layer."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    stage, why = tmp_path / "stage", "rows.jsonl changed (6 -> 12 bytes)"
+    ran(stage, of(file))
+    write_text(stage / "model" / "weights", "of the old rows")
+    write_text(file, NEW)
+    monkeypatch.setattr(stage_record, "put_in_place", refused)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stage_record.shutil, "rmtree", interrupted)
+        clear_if_inputs_changed(stage, of(file))
+    assert not (stage / STAGE_FILE).exists()
+    assert clear_if_inputs_changed(stage, of(file)) == why
+    assert [path.name for path in stage.iterdir()] == [RECORD]
