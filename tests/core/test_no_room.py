@@ -117,7 +117,7 @@ def test_no_place_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: p
         tempfile.gettempdir()
     message = write_error("/tmp/x", caught.value)
     assert isinstance(message, OneProcessError)
-    assert str(message).startswith(f"no folder takes temporary files, of [{place!r}]; set TMPDIR to one that")
+    assert str(message).startswith(f"no folder takes temporary files, of [{place!r}]; make room in one of")
 
 
 def test_windows_says_it_by_numbers_of_its_own(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def run(given: dict[str, Any]) -> int:
 def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
     """Write `out` (whole or not at all): model.onnx, config.json, generation_config.json, tokenizer.
 
-    Raises InputError where `model` is no model folder or `out` is a folder of something else, EdgespecError outside the
+    Raises InputError where `model` is no model folder or `out` is one of something else or of the model, EdgespecError outside the
     environment, CheckFailed where the graph and torch part by more than LOGITS_BOUND or in a greedy token.
     """
     if not (model / "config.json").is_file():
@@ -70,6 +70,10 @@ def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
         raise InputError(f"{model} has no *.safetensors file; only safetensors weights are read")
     check_heads(read_json(model / "config.json"), model)
     refuse_other(out, "model.onnx", "OUT")  # it is replaced
+    if model.resolve().is_relative_to(out.resolve()):
+        raise InputError(
+            f"{out} is or holds the model's folder {model}, and would be replaced; give another folder to write"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the tracer, about Python values in transformers' own code
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -88,3 +89,16 @@ def test_what_is_refused(
         check_heads(config | {"model_type": family}, tmp_path)
     with pytest.raises(InputError, match="use edgespec's own ONNX export"):
         check_heads(config | {"model_type": "qwen3"}, tmp_path)
+
+
+def test_the_folder_of_the_model_itself_is_not_replaced(
+    families: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though an earlier export by another program lies in it."""
+    model = shutil.copytree(families["qwen2"], tmp_path / "above" / "model")
+    for out in (model, model.parent):
+        (out / "model.onnx").touch()
+        assert main(["export-optimum", str(model), str(out)]) == 2
+        error = capsys.readouterr().err
+        assert f"{out} is or holds the model's folder {model}, and would be replaced" in error
+    assert (model / "model.safetensors").is_file()
