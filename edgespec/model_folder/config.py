@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.files import read_json, read_object, write_json
+from edgespec.core.files import read_json, read_object, write_json, writing
 from edgespec.model_folder.weights_files import stored_type
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -110,4 +110,5 @@ def _refer(file: Path, place: Path) -> None:
         except OSError:  # Windows asks for a right to make symbolic links
             continue
         return
-    shutil.copyfile(file, place)
+    with writing(place):  # on the disk of temporary files, and no other
+        shutil.copyfile(file, place)

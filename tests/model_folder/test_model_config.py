@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ from edgespec_recipes.models import loading
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 from safetensors.torch import load_file, save_file
+from small_files import files_of_at_most
 from tiny_models import torch_logits
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, NoRoom
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import (
@@ -161,6 +164,22 @@ def test_the_weights_count_and_not_what_the_config_says_of_them(
     assert found.keys() == stored.keys()
     for name, weight in found.items():
         np.testing.assert_array_equal(weight, stored[name].float().numpy(), name)
+
+
+def test_a_full_disk_of_temporary_files_is_named(
+    families: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system gives no links, the weights are copied there."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    folder = stored_as(families["mistral"], tmp_path / "model", "float16", {})
+    for link in ("symlink", "link"):
+        monkeypatch.setattr(os, link, refused)
+    words = r"^cannot write \S*/edgespec-\S*: the file would exceed the size limit"
+    with pytest.raises(NoRoom, match=words), files_of_at_most(1000), corrected_folder(folder):
+        pytest.fail("all of it was copied")
 
 
 def test_a_folder_that_is_right_is_read_as_it_is(families: dict[str, Path]) -> None:
