@@ -25,11 +25,19 @@ def free_memory() -> int | None:
         for limit, used in MEMORY:
             bound, taken = _number(group / limit), _number(group / used)
             if bound is not None and taken is not None and bound < 2**60:
-                # files in a group's memory, which the kernel gives back when programs ask; only version 1 has the total's name
-                totals = (_number(group / "memory.stat", f"{kind}inactive_file") for kind in ("total_", ""))
-                room = max(0, bound - taken + next(filter(None, totals), 0))
+                room = max(0, bound - taken + _of_files(group))
                 free = room if free is None else min(free, room)
     return free
+
+
+def _of_files(group: Path) -> int:
+    """Bytes of a group's memory that are parts of files: the kernel gives them back when programs ask, read often or not."""
+    found = 0
+    for kind in ("inactive_file", "active_file"):
+        names = (f"total_{kind}", kind)  # version 1 has both
+        totals = (_number(group / "memory.stat", name) for name in names)
+        found += next(filter(None, totals), 0)
+    return found
 
 
 def processor_limit() -> float | None:

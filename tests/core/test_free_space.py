@@ -69,6 +69,7 @@ def test_a_drive_that_is_not_there() -> None:
     [
         ("", "memory.max", "memory.current", "inactive_file 300000"),  # a container's own group is the root
         ("0::/\n", "memory.max", "memory.current", "anon 5\ninactive_file 300000"),
+        ("0::/\n", "memory.max", "memory.current", "inactive_file 100000\nactive_file 200000"),  # read often
         ("1:pids:/x\n0::/a/job\n", "a/job/memory.max", "a/job/memory.current", "inactive_file 300000"),
         ("0::/a/job/step\n", "a/memory.max", "a/memory.current", "inactive_file 300000"),  # a group above
         ("0::/../elsewhere\n", "memory.max", "memory.current", "inactive_file 300000"),
@@ -80,7 +81,7 @@ def test_a_drive_that_is_not_there() -> None:
         (
             "4:memory:/slurm/job\n",
             *("memory/slurm/memory.limit_in_bytes", "memory/slurm/memory.usage_in_bytes"),
-            "inactive_file 1\ntotal_inactive_file 300000",
+            "inactive_file 1\nactive_file 1\ntotal_inactive_file 200000\ntotal_active_file 100000",
         ),
     ],
 )
