@@ -67,8 +67,8 @@ def write_error(path: Path | str, error: BaseException, *, within: bool = False)
         )
     if number == errno.ENOENT and _NO_SCRATCH in str(error):
         return OneProcessError(
-            f"no folder takes temporary files, of {str(error).partition(_NO_SCRATCH)[2]}; make room in one of them, or set TMPDIR "
-            "to another, then run the same command again"
+            f"no folder takes temporary files, of {str(error).partition(_NO_SCRATCH)[2]}; make room in one of them, or set "
+            "TMPDIR to another, then run the same command again"
         )
     if windows == _WINDOWS_ABSENT:
         folder_at(Path(os.fsdecode(path)))  # says it where the drive is not there

@@ -262,6 +262,8 @@ def test_the_real_llama_2_tokenizer(shared: Path, tmp_path: Path) -> None:
 
 def test_a_program_that_the_system_killed_is_told_with_the_likely_reason(tmp_path: Path) -> None:
     kills = "import os; print('begun', flush=True); os.kill(os.getpid(), 9)"
-    words = r"was killed, as the system does where no memory is left \(close .*\): begun; its output is in .*log"
+    words = (
+        r"was killed, as the system does where no memory is left \(close .*\): begun; its output is in .*log"
+    )
     with pytest.raises(EdgespecError, match=words):
         run_measured([sys.executable, "-c", kills], tmp_path / "log.txt")

@@ -248,9 +248,10 @@ def test_a_folder_that_cannot_be_moved_is_deleted_where_it_is(
     write_text(stage / "model" / "weights", "of the old rows")
     write_text(file, NEW)
     monkeypatch.setattr(stage_record, "put_in_place", refused)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(stage_record.shutil, "rmtree", interrupted)
-        clear_if_inputs_changed(stage, of(file))
+        with pytest.raises(KeyboardInterrupt):
+            clear_if_inputs_changed(stage, of(file))
     assert not (stage / STAGE_FILE).exists()
     assert clear_if_inputs_changed(stage, of(file)) == why
     assert [path.name for path in stage.iterdir()] == [RECORD]

@@ -61,8 +61,8 @@ def run(given: dict[str, Any]) -> int:
 def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
     """Write `out` (whole or not at all): model.onnx, config.json, generation_config.json, tokenizer.
 
-    Raises InputError where `model` is no model folder or `out` is one of something else or of the model, EdgespecError outside the
-    environment, CheckFailed where the graph and torch part by more than LOGITS_BOUND or in a greedy token.
+    Raises InputError where `model` is no model folder or `out` is one of something else or of the model, EdgespecError outside
+    the environment, CheckFailed where the graph and torch part by more than LOGITS_BOUND or in a greedy token.
     """
     if not (model / "config.json").is_file():
         raise InputError(f"{model} has no config.json; give a model folder in Hugging Face layout")
