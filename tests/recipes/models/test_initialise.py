@@ -69,6 +69,18 @@ def test_random_weights_come_from_the_seed(target: Path) -> None:
     assert float(spread) == pytest.approx(0.5 / 32**0.5, rel=0.05)
 
 
+def test_the_end_of_a_turn_is_learnt_where_it_is_the_padding_too(target: Path) -> None:
+    """A row of padding would begin with zeros and stay there."""
+    tokenizer = load_tokenizer(target)
+    tokenizer.pad_token = tokenizer.eos_token
+    model = new_drafter(shape_of(target, **TINY, tied=False), tokenizer, seed=1)
+    model(torch.tensor([[5, tokenizer.eos_token_id, 6]])).logits.square().sum().backward()
+    table = model.get_input_embeddings().weight
+    for values in (table, table.grad):
+        assert values[[5, tokenizer.eos_token_id]].abs().sum(-1).min() > 0
+    assert model.config.eos_token_id == 2
+
+
 @pytest.mark.parametrize("init", ["random", "subclone"])
 def test_a_subset_of_the_same_weights(target: Path, init: str) -> None:
     """With and without a subset the first weights agree on the tokens that are kept."""
