@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from edgespec_recipes.data.token_rows import PADDING, Batch
 from edgespec_recipes.generating.decoding import sample_responses
 from edgespec_recipes.losses.whole_batch import WRITING, noise
+from edgespec_recipes.models.packing import without_dropout
 
 
 def _documents(batch: Batch) -> list[tuple[int, Tensor, Tensor]]:
@@ -40,15 +41,17 @@ def write_own_responses(
     ids, compared, owners = batch["input_ids"], batch["compared"], batch["document_ids"]
     longest = max(len(room) for _, _, room in documents)
     numbers = noise(seed, batch["slot"], ids.shape[1], WRITING)
-    responses = sample_responses(
-        draft,
-        [ids[row, prompt].tolist() for row, prompt, _ in documents],
-        [temperature] * len(documents),
-        top_p=1.0,
-        max_new_tokens=longest,
-        noise=torch.stack([pad(numbers[row, room], (0, longest - len(room))) for row, _, room in documents]),
-        stops=stops,
-    )
+    own = [pad(numbers[row, room], (0, longest - len(room))) for row, _, room in documents]
+    with without_dropout(draft):
+        responses = sample_responses(
+            draft,
+            [ids[row, prompt].tolist() for row, prompt, _ in documents],
+            [temperature] * len(documents),
+            top_p=1.0,
+            max_new_tokens=longest,
+            noise=torch.stack(own),
+            stops=stops,
+        )
     torch.clear_autocast_cache()  # weights cast without gradient must not serve the pass with gradient that follows
     for (row, _, room), response in zip(documents, responses, strict=True):
         written = room[: len(response)]

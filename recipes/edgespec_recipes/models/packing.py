@@ -133,27 +133,35 @@ def _masks(model: Any, positions: Tensor) -> Any:
     return make(**{name: given[name] for name in inspect.signature(make).parameters if name in given})
 
 
+@contextmanager
+def without_dropout(model: Any) -> Iterator[None]:
+    """While the body runs the model computes what it will when it is used; afterwards it trains on, if it did before."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 @torch.no_grad()
 def _tried(model: Any) -> Form:
     """The first form in which packed rows have the logits of each text alone."""
-    device, was_training = model.device, model.training
+    device = model.device
     rows, texts = (
         {name: values.to(device) for name, values in part.items()} for part in _rows(model.config.vocab_size)
     )
-    model.eval()
-    try:
-        with torch.autocast(device.type, enabled=False), _narrow(model.config.get_text_config()):
-            alone = _logits(model, Form.ALONE, texts)
-            for form in (Form.POSITIONS, Form.MASKS):
-                try:
-                    packed = _logits(model, form, rows)
-                except Exception:  # whatever a model raises that cannot be given this form
-                    log.debug("%s cannot be given %s", described(model), form.value, exc_info=True)
-                    continue
-                if _equal(packed, alone, torch.finfo(model.dtype).eps ** 0.5):
-                    return form
-    finally:
-        model.train(was_training)
+    narrow = _narrow(model.config.get_text_config())
+    with without_dropout(model), torch.autocast(device.type, enabled=False), narrow:
+        alone = _logits(model, Form.ALONE, texts)
+        for form in (Form.POSITIONS, Form.MASKS):
+            try:
+                packed = _logits(model, form, rows)
+            except Exception:  # whatever a model raises that cannot be given this form
+                log.debug("%s cannot be given %s", described(model), form.value, exc_info=True)
+                continue
+            if _equal(packed, alone, torch.finfo(model.dtype).eps ** 0.5):
+                return form
     return Form.ALONE
 
 

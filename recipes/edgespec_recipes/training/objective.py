@@ -40,6 +40,7 @@ from edgespec_recipes.losses.output_loss import (
     output_values,
 )
 from edgespec_recipes.losses.target_rows import hidden_at, join_rows, live_rows
+from edgespec_recipes.models.packing import without_dropout
 from edgespec_recipes.parallel.sharding import whole
 from edgespec_recipes.stored.top_k import Store
 
@@ -224,7 +225,7 @@ class Objective:
             found.append(output_values(wide, hidden, head, rows))
             return hidden[:1]
 
-        with torch.no_grad():
+        with torch.no_grad(), without_dropout(model):
             _run(model, batch, note)
         return found[0]
 

@@ -77,6 +77,15 @@ def test_rows_write_the_same_in_whatever_company() -> None:
             assert torch.equal(written_alone[name][0], whole[name][row])
 
 
+def test_a_drafter_in_training_writes_without_dropout() -> None:
+    """As it will when it is used; afterwards it trains on."""
+    model, modes = small_llama(1).train(), list[bool]()
+    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    write_own_responses(model, batch_of(), temperature=0.0, stops=[], seed=0)
+    assert set(modes) == {False}
+    assert model.training
+
+
 def test_weights_cast_while_writing_do_not_lose_their_gradient() -> None:
     """Under autocast a cast made without gradient is kept for later passes unless it is dropped."""
     model, before = small_llama(1), batch_of()

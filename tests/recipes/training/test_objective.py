@@ -216,6 +216,15 @@ def test_acceptance_is_one_minus_tvd() -> None:
     assert found["alpha"] == pytest.approx(expected.item(), abs=1e-5)
 
 
+def test_acceptance_is_measured_without_dropout() -> None:
+    draft, batch = small_llama(1).train(), responses(TEXT)
+    for layer in draft.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    made = objective(DistillOptions())
+    assert made.acceptance(draft, [batch]) == made.acceptance(small_llama(1), [batch])
+    assert draft.training
+
+
 def test_nothing_compared_is_a_loss_of_zero_with_a_gradient() -> None:
     draft, batch = small_llama(1), responses()
     batch["compared"] = torch.zeros_like(batch["compared"])
