@@ -63,7 +63,11 @@ class TrainingLog(TrainerCallback):  # type: ignore[misc]
         self.curves = Curves(file.parent, last["step"]) if not processes.rank() else None
         self.losses: list[float] = []  # since the last row
         self.fresh = 0  # tokens since then
+        self.rate = 0.0  # of the newest step
         self.start = self.row_start = time.monotonic()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.rate = kwargs["optimizer"].param_groups[0]["lr"]  # at the step's end it is the next one's
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.update(1)
@@ -79,7 +83,7 @@ class TrainingLog(TrainerCallback):  # type: ignore[misc]
         row = {
             "step": step,
             "loss": round(loss, 6),
-            "lr": kwargs["optimizer"].param_groups[0]["lr"],
+            "lr": self.rate,
             "tokens": self.tokens,
             "seconds": round(self.seconds + now - self.start, 2),
             "tokens_per_second": round(rate, 1),

@@ -147,6 +147,8 @@ def test_training_lowers_the_loss_and_logs_it(uninterrupted: tuple[Path, dict[st
     assert log[-1]["tokens"] == counts["tokens"] == STEPS * 4 * 16
     assert log[-1]["loss"] < log[0]["loss"]
     assert {"step", "loss", "lr", "tokens_per_second"} <= set(log[0])
+    rates = [1e-2 * trainer.warmup_decay(int(row["step"]) - 1, STEPS, 4, 1e-2) for row in log]
+    assert [row["lr"] for row in log] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("moment", [0.35, 0.8])
