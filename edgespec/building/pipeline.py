@@ -285,11 +285,15 @@ class Build(ExportStages):
 
         options, seed, inference = self.recipe.generate, self.recipe.seed, self.recipe.inference
         openings = {"openings": list(options.self_openings)} if options.self_openings else {}
+        held_out = self.out / SELF_PROMPTS / INSTRUCTIONS
+        left_out = held_out if self.recipe.evaluate.prompts_file == str(held_out) else None
         self.stage(
             stage,
             f"the target writes {count:,} {what}",
             {"instructions": count, **openings},
-            lambda place: write_instructions(place, target, count, options, seed, inference, purpose),
+            lambda place: write_instructions(
+                place, target, count, options, seed, inference, purpose, left_out
+            ),
             reads=self._writer_reads(target),
         )
         return str(self.out / stage / INSTRUCTIONS)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import write_jsonl
+from edgespec.core.files import read_jsonl, write_jsonl
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import DOCUMENT_TOKENS, INSTRUCTION_TOKENS, GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import plain_ids, render
@@ -136,16 +136,19 @@ def write_instructions(
     seed: int,
     inference: InferenceOptions | None = None,
     purpose: str = "instructions",
+    held_out: Path | None = None,
 ) -> dict[str, Any]:
     """Write `out`/instructions.jsonl: `wanted` user's messages that the target wrote. Returns counts of samples.
 
     `options`: batch_size and shard_size of the generate stage. `purpose`: another word gives other texts from the same seed.
+    `held_out`: a file of this form whose texts are left out.
     Raises InputError for a template without a user's turn, and where too few samples are usable.
     """
     tokenizer = load_tokenizer(target_folder)
     turn = user_turn(tokenizer)
     writer = _writer(target_folder, tokenizer, options, INSTRUCTION_TOKENS, _seed(seed, purpose), inference)
     given = [plain_ids(tokenizer, opening) for opening in options.self_openings or ("",)]
+    rows = read_jsonl(held_out) if held_out else []
 
     def openings(number: int) -> list[list[int]]:
         first = number * options.shard_size
@@ -161,6 +164,7 @@ def write_instructions(
         judge=lambda ids: judge_instruction(tokenizer, turn, ids),
         amount=lambda text: 1,
         row=lambda text: {"messages": [{"role": "user", "content": text}]},
+        known={_key(row["messages"][0]["content"]) for row in rows},
     )
 
 
@@ -196,6 +200,7 @@ def write_text(
         judge=lambda ids: judge_document(tokenizer, ids),
         amount=lambda text: len(plain_ids(tokenizer, text)),
         row=lambda text: {"text": text},
+        known=set(),
     )
 
 
@@ -230,14 +235,14 @@ def _write(
     judge: Callable[[Sequence[int]], Verdict],
     amount: Callable[[str], int],
     row: Callable[[str], dict[str, Any]],
+    known: set[str],
 ) -> dict[str, Any]:
     """Sample shard after shard until enough is kept, and write the file; skip what lies there.
 
     before: token ids that every sample goes on from. openings: by a shard's number, the first token ids of each of its texts.
-    amount: what a kept text counts, of `wanted`.
+    amount: what a kept text counts, of `wanted`. known: what a text that is kept is not, by its `_key`.
     """
     world, rank = processes.world(), processes.rank()
-    known: set[str] = set()
     texts: list[str] = []
     left_out: Counter[str] = Counter()
     samples = tokens = have = written = shards = 0

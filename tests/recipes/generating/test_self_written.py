@@ -228,6 +228,16 @@ def test_the_same_seed_writes_the_same(target: Path, tmp_path: Path, typists: li
     assert counts[0] == counts[1] | {"tokens_per_second": counts[0]["tokens_per_second"]}
 
 
+def test_what_is_held_out_is_not_written(target: Path, tmp_path: Path, typists: list[Typist]) -> None:
+    write_instructions(tmp_path / "held-out", target, 3, OPTIONS, 0)
+    held_out = tmp_path / "held-out" / INSTRUCTIONS
+    counts = write_instructions(tmp_path / "learnt", target, 9, OPTIONS, 0, held_out=held_out)
+    assert typists[-1].seed == typists[0].seed  # it says the same at first
+    assert counts["left_out"] == {"short": 8, "twice": 7}
+    assert counts["kept"] == 9
+    assert not set(asked(tmp_path / "held-out")) & set(asked(tmp_path / "learnt"))
+
+
 def test_a_killed_writing_goes_on(
     target: Path, tmp_path: Path, typists: list[Typist], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,10 +341,16 @@ def test_a_whole_build_without_data(
     assert "self-text: the target writes 200 tokens of running text (done before)" in told
 
 
+@pytest.mark.parametrize("alike", [False, True])
 def test_held_out_prompts_are_not_what_it_trains_on(
-    target: Path, tmp_path: Path, typists: list[Typist]
+    target: Path, tmp_path: Path, typists: list[Typist], monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
-    """Both are the target's own, of one seed of the recipe: each draws from a seed of its purpose."""
+    """Both are the target's own, of one seed of the recipe: each draws from a seed of its purpose.
+
+    What it says all the same is left out.
+    """
+    if alike:
+        monkeypatch.setattr(self_written, "_seed", lambda seed, purpose: seed)
     generate = GenerateOptions(instructions=(SELF,), prompts=50, shard_size=60)
     build = Build(
         Recipe(target=str(target), generate=generate, evaluate=EvaluateOptions(prompts_file=SELF)), tmp_path
