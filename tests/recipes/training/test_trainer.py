@@ -87,11 +87,9 @@ def in_order(options: TrainingOptions = OPTIONS) -> Shuffled:
 
 def run(out: Path, *, layers: int = 1, **changes: Any) -> dict[str, object]:
     """Train the small model in `out` and save its weights there: what the killed process below runs."""
-    model = small_model(layers)
-    options = replace(OPTIONS, **changes)
-    counts = trainer.train(
-        model, in_order(options), next_token_losses, out, options, seed=SEED, label="train"
-    )
+    model, options = small_model(layers), replace(OPTIONS, **changes)
+    given = model, in_order(options), next_token_losses, out, options
+    counts = trainer.train(*given, seed=SEED, label="train")
     torch.save(model.state_dict(), out / "weights.pt")
     return counts
 
