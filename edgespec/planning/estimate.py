@@ -256,21 +256,20 @@ def _distill(
 ) -> StageCost:
     """The drafter's training, and what it is held against.
 
-    The target runs over every row that is not stored. For a head all are, and of the target only the embedding is there; each
-    of its own steps is a pass over all tokens. TVD++'s mean reward and the selection look at all logits once before
-    the gradient; the selection runs the reference too. In micro-batches that look takes another pass of the drafter over
-    all of them but the first, and the target's hidden states wait for the gradient. Rows of the drafter's own are decoded
-    token by token first.
+    The target runs over every row that is not stored, and is there where some are not. For a head all are, and of the target only
+    the embedding is there; each of its own steps is a pass over all tokens. TVD++'s mean reward and the selection look at all
+    logits once before the gradient; the selection runs the reference too. In micro-batches that look takes another pass of the
+    drafter over all of them but the first, and the target's hidden states wait for the gradient. Rows of the drafter's own are
+    decoded token by token first.
     """
-    runs, passes = ([], options.unrolled_steps) if drafter.joins else ([target], 1)
-    tokens, at_once, context = (
-        passes * _steps_tokens(options),
-        passes * _pass_tokens(options),
-        options.context,
-    )
+    passes = options.unrolled_steps if drafter.joins else 1
+    tokens, at_once = passes * _steps_tokens(options), passes * _pass_tokens(options)
+    context = options.context
     rest = (1 - options.text_fraction) * (1 - options.fixed_fraction)
     student = rest * options.student_fraction
-    live = 0.0 if not runs else 1.0 if options.target_side == "live" else 1.0 - (rest - student)
+    stored = 1.0 if drafter.joins else 0.0 if options.target_side == "live" else rest - student
+    live = 1.0 - stored
+    runs = [target] if live else []
     soft, selects = options.labels == "soft", options.select_fraction < 1
     looks = soft and (
         selects or ("tvd++" in (options.divergence, options.finish) and options.tvdpp_scope != "token")
@@ -290,7 +289,7 @@ def _distill(
         flops += sum(costs.forward_flops(model, watched, context) for model in (*runs, drafter))
     memory = inference_bytes(recipe.inference, target) - costs.weight_bytes(target)
     if not runs:
-        memory = costs.FLOAT * target.embedding_parameters
+        memory = costs.FLOAT * target.embedding_parameters if drafter.joins else 0
     memory += round(live * later) * target.hidden * costs.FLOAT
     if student:
         length = PROMPT_TOKENS + options.student_max_new_tokens

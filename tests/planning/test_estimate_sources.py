@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from paper_plan import DRAFTER, TARGET
 
+from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
 from edgespec.planning.estimate import StageCost, estimate, stored_position_bytes
 from edgespec.recipe.drafter import derive
@@ -67,6 +68,22 @@ def test_a_file_keeps_its_distributions_while_it_writes() -> None:
     recipe = resolve({"target": "x"}, {})
     positions = recipe.generate.prompts * recipe.generate.max_new_tokens
     assert found["store"].disk == positions * stored_position_bytes(TARGET, recipe.distill.stored_top_k)
+
+
+def test_a_target_whose_distributions_are_all_stored_is_not_in_memory() -> None:
+    """Distillation does not load it then; a share of text, or of the drafter's own responses, needs it again."""
+    deep = replace(TARGET, layers=2 * TARGET.layers)
+
+    def distil(target: ModelShape, stage: str, **distill: float) -> StageCost:
+        options = {"target_side": "stored", "select_fraction": 0.5, **distill}
+        recipe = resolve({"target": "x", "distill": options}, {})
+        return next(cost for cost in estimate(recipe, target, DRAFTER) if cost.stage == stage)
+
+    for stage in ("reference", "distill"):
+        assert distil(TARGET, stage, text_fraction=0.0) == distil(deep, stage, text_fraction=0.0)
+        for others in ({"text_fraction": 0.1}, {"text_fraction": 0.0, "student_fraction": 0.5}):
+            more = distil(deep, stage, **others).memory - distil(TARGET, stage, **others).memory
+            assert more == costs.weight_bytes(deep) - costs.weight_bytes(TARGET)
 
 
 def test_a_finished_text_is_read_again_in_torch() -> None:
