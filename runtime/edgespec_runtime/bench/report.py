@@ -361,13 +361,14 @@ def verdict(summaries: Sequence[Summary]) -> str:
     if high >= 1.0:
         unclear = "more prompts or a quieter machine would tell"
         return f"Speculation makes no clear difference here: {measured}; {unclear}{sums}.{beside}"
-    cause = "The drafter wrote alone, so there is no block to find the cause in."
-    if best.blocks:
-        cause = block_cause(best.acceptance_rate, *block)
-    if best.predicted > 1.0:
-        passes = f"The models' passes alone would give {best.predicted:.2f}x"
-        cause = f"{passes}, but sampling and the loop take the rest{sums}."
-    return f"Speculation does not pay here: {measured}. {cause}{beside}"
+    cause = " The drafter wrote alone, so there is no block to find the cause in."
+    if best.speedup[0] > 1.0:
+        cause = ""  # a fixed γ pays, so the cause is in no block of it
+    elif best.predicted > 1.0:
+        cause = f" The models' passes alone would give {best.predicted:.2f}x, but sampling and the loop take the rest{sums}."
+    elif best.blocks:
+        cause = f" {block_cause(best.acceptance_rate, *block)}"
+    return f"Speculation does not pay here: {measured}.{cause}{beside}"
 
 
 def _block_sums(tau: float, length: float, draft_cost: float, verify_cost: float, behind: float) -> str:

@@ -227,6 +227,18 @@ def test_a_verdict_that_blames_the_loop() -> None:
     assert "sampling and the loop take the rest" in verdict(summarise(runs, {"parameters": 0.1}))
 
 
+def test_a_verdict_blames_no_blocks_that_pay() -> None:
+    """γ = 1 is 1.20x, as its passes promise; the chosen γ loses."""
+    runs = []
+    for prompt in range(5):
+        runs += [plain_run(prompt), known_run(prompt, 1, blocks=40, emitted=60, step=0.0125)]
+        chosen = known_run(prompt, 1, blocks=60, emitted=60, step=0.0104)
+        runs.append(replace(chosen, draft_length=AUTO))
+    judged = "0.96x plain decoding [0.96, 0.96] with γ chosen block by block."
+    said = verdict(summarise(runs, {}))
+    assert said.startswith(f"Speculation does not pay here: {judged} At γ = 1 it is 1.20 [1.20, 1.20]x.")
+
+
 def test_a_verdict_that_cannot_tell() -> None:
     runs = []
     for prompt, step in enumerate((0.01, 0.08, 0.01, 0.08, 0.01)):
