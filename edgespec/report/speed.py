@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -185,19 +186,23 @@ def _split(rows: Sequence[tuple[Speed, list[float]]], run: int, most: float) -> 
 
 
 def _categories(bench: Fields) -> list[Table]:
-    """A table for each way of drafting."""
+    """A table for each way of drafting. Of few questions no interval is shown, as in the table that bench prints."""
+    from edgespec_runtime.bench.report import LEAST_PROMPTS
+
     tables: dict[int, list[list[Cell]]] = {}
     for row in bench.objects("categories", MOST_CATEGORIES):
         asked = row.whole("prompts")
         words = "" if asked is None else f"{asked:,} question{'s' * (asked != 1)}"
         cells = [
-            Cell(row.text("category", 40), words),
             between(row.interval("block_efficiency")),
             number(row.number("acceptance_rate")),
             rate(row.interval("plain_token_rate")),
             rate(row.interval("token_rate")),
             between(row.interval("speedup")),
         ]
-        tables.setdefault(row.whole("draft_length") or PLAIN, []).append(cells)
+        if asked is not None and asked < LEAST_PROMPTS:
+            cells = [replace(cell, note="") for cell in cells]
+        named = Cell(row.text("category", 40), words)
+        tables.setdefault(row.whole("draft_length") or PLAIN, []).append([named, *cells])
     headers, chosen = ["", "τ", "α", "plain tok/s", "tok/s", "x plain"], "γ chosen block by block"
     return [Table(headers, rows, title=name_of(length, chosen)) for length, rows in tables.items()]

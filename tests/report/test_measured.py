@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from edgespec_runtime.bench.report import LEAST_PROMPTS
 from edgespec_runtime.bench.suite import MAX_CATEGORIES
 from edgespec_runtime.rules.table import MAX_DRAFT
 
@@ -44,6 +45,18 @@ def test_a_suite_of_the_most_kinds_is_shown() -> None:
     ]
     (columns,) = category_section([bench_run(categories=rows)]).parts
     assert [len(table.rows) for table in columns[0]] == [MAX_CATEGORIES + 1] * 2
+
+
+def test_a_kind_of_few_questions_has_no_interval() -> None:
+    """As in the table that bench prints: of fewer than five it is too narrow."""
+    names = ("block_efficiency", "plain_token_rate", "token_rate", "speedup")
+    found = {"draft_length": 3, "acceptance_rate": 0.5, **{name: [1.5, 1.4, 1.6] for name in names}}
+    rows = [{"category": "a", "prompts": asked, **found} for asked in (LEAST_PROMPTS - 1, LEAST_PROMPTS)]
+    (columns,) = category_section([bench_run(categories=rows)]).parts
+    few, enough = columns[0][0].rows
+    assert [cell.text for cell in few] == [cell.text for cell in enough]
+    assert [cell.note for cell in few] == ["4 questions", *[""] * 5]
+    assert [cell.note for cell in enough] == ["5 questions", "1.40 to 1.60", "", *["1.40 to 1.60"] * 3]
 
 
 @pytest.mark.parametrize(("lengths", "shown"), [(22, 22), (50, 40)])
