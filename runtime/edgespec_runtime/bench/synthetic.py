@@ -25,6 +25,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec.recipe.drafter import cost_ratios
 from edgespec_runtime.bench import bench
+from edgespec_runtime.bench.report import LEAST_PROMPTS
 from edgespec_runtime.bench.synthetic_report import Arm, Run, Section, Trace, as_json, text
 from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
@@ -41,7 +42,7 @@ from edgespec_runtime.pair.bundle import ONE_THREAD_BELOW, kernels, load_engine
 from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Position, TokenRule
 from edgespec_runtime.rules.table import LOSSLESS
 
-LEAST_ROUNDS = 3
+LEAST_ROUNDS = LEAST_PROMPTS  # a round counts as a prompt does, and intervals of fewer are too narrow
 TEMPERATURES = (0.0, 1.0)
 WARM_UP_TOKENS = 8
 PRECISIONS = {LLAMACPP: ("q4_0", "q8_0", "f16"), ONNXRUNTIME: ("int4", "fp32")}
