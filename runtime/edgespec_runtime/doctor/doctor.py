@@ -78,6 +78,8 @@ def examine(options: Options) -> Findings:
             bandwidth = read_bandwidth(pair.threads)
             how = CalibrateOptions(CHOSEN * options.seconds, options.contexts)
             costs, kept = costs_of(pair, how, notes.append, fresh=options.fresh)
+            if kept and not {*options.contexts} <= {*costs.contexts, *CalibrateOptions.contexts}:
+                costs, kept = calibrate(pair.target, pair.draft, how), False  # at those that were asked for
             bar.update(1)
             bar.set_postfix_str("block against single steps")
             room = min(PROMPT_PART, pair.target.engine.context_length)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from edgespec_runtime.chooser.expected_acceptance import Acceptance
 from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.doctor import doctor
 from edgespec_runtime.doctor.block_difference import Difference
-from edgespec_runtime.doctor.report import Threads, Variant, cost_table, thread_table, variant_table
+from edgespec_runtime.doctor.report import Findings, Threads, Variant, cost_table, thread_table, variant_table
 
 STEPS = (0.010, 0.012, 0.020)
 COSTS = Costs(
@@ -25,6 +28,23 @@ def test_single_steps_are_in_milliseconds_at_every_context() -> None:
         ("256", "12", "1.2", "0.100"),
         ("1024", "20", "2", "0.100"),
     ]
+
+
+@pytest.mark.usefixtures("steady")
+def test_the_contexts_are_those_that_are_asked_for(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where others were measured before and kept; these stay as they are."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "read_bandwidth", lambda threads: 1e10)
+
+    def examined(*contexts: int) -> Findings:
+        return doctor.examine(doctor.Options(bundle=str(bundle), threads=1, seconds=0.4, contexts=contexts))
+
+    first, other, again = examined(16), examined(24), examined(16)
+    assert [one.chosen.costs.contexts for one in (first, other, again)] == [(16,), (24,), (16,)]
+    assert [one.kept for one in (first, other, again)] == [False, False, True]
+    assert again.chosen.costs == first.chosen.costs
 
 
 def test_ways_are_compared_at_the_context_of_an_everyday_chat() -> None:
