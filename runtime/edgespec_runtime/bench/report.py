@@ -178,8 +178,7 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
         total = summed(counts)
         efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
         charged = total.computed(total.mean_draft_length if length == AUTO else length)
-        # A chosen draft length can leave most prompts plain, and a drafter that writes alone leaves them without a block: those
-        # tell nothing of a drafter step or of a pass.
+        # a prompt that stayed plain tells nothing of a drafter step, and one without blocks nothing of a pass
         steps = grouped.ratios(length, _draft_step_seconds, _pass_seconds)
         passes = grouped.ratios(length, _pass_seconds, _pass_seconds)
         summaries.append(
@@ -331,7 +330,8 @@ def shortfalls(
         ("block efficiency τ", highest.block_efficiency, highest.name, least_tau),
     ):
         if least is not None and not value[0] >= least:  # NaN reaches no bound
-            found.append(f"The {name} is {interval(*value)} at {at}; at least {least:g} is wanted.")
+            digits = next((n for n in range(2, 9) if not round(value[0], n) >= least), 9)  # not to reach it
+            found.append(f"The {name} is {interval(*value, digits)} at {at}; at least {least:g} is wanted.")
     return found
 
 
@@ -342,7 +342,7 @@ def verdict(summaries: Sequence[Summary]) -> str:
     """
     best = fastest_fixed(summaries)
     chosen = next((s for s in summaries if s.draft_length == AUTO), None)
-    value, low, high = (chosen or best).speedup
+    value, low, high = (round(each, 2) for each in (chosen or best).speedup)  # as they are shown
     measured, beside = f"{value:.2f}x plain decoding [{low:.2f}, {high:.2f}] ", ""
     measured += f"at {best.name}" if chosen is None else "with γ chosen block by block"
     if chosen is not None and chosen is not best:

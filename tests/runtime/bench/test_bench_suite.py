@@ -22,6 +22,7 @@ from edgespec_runtime.bench.report import (
     compared,
     shortfalls,
     summarise,
+    verdict,
 )
 from edgespec_runtime.bench.suite import Question, read_suite
 from edgespec_runtime.pair.bundle import Pair
@@ -113,6 +114,22 @@ def test_bounds_name_what_was_seen_and_what_is_wanted() -> None:
     ]
     broken = [summaries[0], replace(summaries[1], speedup=(math.nan,) * 3)]
     assert len(shortfalls(broken, 0.0, None)) == 1
+    near = [summaries[0], replace(summaries[1], speedup=(1.196, 1.1, 1.3))]
+    assert "is 1.196 [1.100, 1.300] at γ = 3; at least 1.2 is wanted." in shortfalls(near, 1.2, None)[0]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "words"),
+    [
+        ((1.02, 1.006, 1.03), "pays here: 1.02x plain decoding [1.01, 1.03]"),
+        ((1.02, 1.004, 1.03), "makes no clear difference here: 1.02x plain decoding [1.00, 1.03]"),
+        ((0.98, 0.97, 0.996), "makes no clear difference here: 0.98x plain decoding [0.97, 1.00]"),
+        ((0.98, 0.97, 0.994), "does not pay here: 0.98x plain decoding [0.97, 0.99]"),
+    ],
+)
+def test_a_verdict_goes_by_the_figures_that_it_shows(speedup: tuple[float, float, float], words: str) -> None:
+    plain, drafted = summarise([run for prompt in range(LEAST_PROMPTS) for run in both(prompt, 20, 0.4)], {})
+    assert verdict([plain, replace(drafted, speedup=speedup)]).startswith(f"Speculation {words}")
 
 
 def test_the_speedup_is_that_of_chosen_lengths_and_the_block_efficiency_that_of_a_fixed_one() -> None:
