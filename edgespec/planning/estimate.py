@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import THREE
-from edgespec.planning import costs
+from edgespec.planning import costs, export_costs
 from edgespec.planning.export_costs import files_bytes, largest_passing, rounding_bytes, stages_bytes
+from edgespec.recipe.devices import LLAMACPP
 from edgespec.recipe.read import own_instructions, own_prompts, read_tokens, reference_options
 from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
@@ -119,14 +120,13 @@ def _training(
     `passes`: over every token, in one step.
     """
     tokens, at_once = _steps_tokens(options), passes * _pass_tokens(options)
+    passing = [costs.passing_activation_bytes(judge, at_once, options.context) for judge in judges]
     needed = (
         costs.training_bytes(trained)
         + costs.saved_activation_bytes(trained, at_once, options.context, masked=masked)
         + _loss_bytes(trained, at_once)
         + sum(costs.weight_bytes(judge) for judge in judges)
-        + max(
-            (costs.passing_activation_bytes(judge, at_once, options.context) for judge in judges), default=0
-        )
+        + max(passing, default=0)
     )
     kept = CHECKPOINTS * costs.checkpoint_bytes(trained) + costs.weight_bytes(trained)
     total = flops + costs.training_flops(trained, passes * tokens, options.context)
@@ -166,9 +166,8 @@ def _here(cost: StageCost, how: InferenceOptions) -> StageCost:
 def _made_target() -> StageCost:
     made = made_target(TINY_CHAT)
     known = {name: made[name] for name in TrainingOptions.__dataclass_fields__ if name in made}
-    return _training(
-        f"target {TINY_CHAT}, once", from_mapping(TrainingOptions, known), shape_of_target(TINY_CHAT)
-    )
+    options = from_mapping(TrainingOptions, known)
+    return _training(f"target {TINY_CHAT}, once", options, shape_of_target(TINY_CHAT))
 
 
 def _tune(recipe: Recipe, target: ModelShape) -> StageCost:
@@ -306,9 +305,17 @@ def _distill(
     )
 
 
-def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
+def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape, own: int | None) -> StageCost:
     """Plain decoding, teacher forcing, and speculation at every draft length γ: γ draft steps and γ + 1 positions a token."""
     options, how = recipe.evaluate, in_torch(recipe).inference
+    weights, each = inference_bytes(how, target), bytes_a_weight(how, target)
+    at_once, drafters = options.batch_size, EVALUATED
+    if drafter.joins:  # alone, prompt by prompt, on the first of the exported files
+        file, at_once, drafters = export_costs.files_of(recipe.export)[0], 1, 1
+        weights = export_costs.opened_bytes(target, [file])
+        each = costs.file_bytes(target, *file, streamed=True) / target.streamed_parameters
+        if own is not None and file[0] == LLAMACPP:
+            weights, each = own, own / target.parameters
     longest, prompts = options.max_new_tokens, options.prompts
     length, new = PROMPT_TOKENS + longest, prompts * longest
     flops = costs.decoding_flops(target, prompts, PROMPT_TOKENS, longest)
@@ -316,20 +323,16 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageC
     for model, extra in ((target, 1), (drafter, 0)):
         checked = new * sum(gamma + extra for gamma in options.draft_lengths)
         read = prompts * (length + len(options.draft_lengths) * PROMPT_TOKENS)
-        flops += EVALUATED * (
-            costs.forward_flops(model, checked, length) + costs.forward_flops(model, read, length)
-        )
-        tokens += EVALUATED * (checked + read)
-    rows = min(options.batch_size, prompts)
-    memory = inference_bytes(how, target) + costs.weight_bytes(drafter)
+        flops += drafters * costs.forward_flops(model, checked + read, length)
+        tokens += drafters * (checked + read)
+    rows = min(at_once, prompts)
+    memory = weights + costs.weight_bytes(drafter)
     memory += sum(costs.cache_bytes(model, rows, length) for model in (target, drafter))
     memory += costs.sampling_bytes(target, 2 * rows * (max(options.draft_lengths) + 1))
-    plain, drafted = (
-        costs.decoding_bytes(model, each, options.batch_size, longest)
-        for model, each in ((target, bytes_a_weight(how, target)), (drafter, costs.FLOAT))
-    )
+    plain = costs.decoding_bytes(target, each, at_once, longest)
+    drafted = costs.decoding_bytes(drafter, costs.FLOAT, at_once, longest)
     speculative = sum(plain + (gamma + 1) * drafted for gamma in options.draft_lengths)
-    reading = math.ceil(prompts / options.batch_size) * (plain + EVALUATED * speculative)
+    reading = math.ceil(prompts / at_once) * (plain + drafters * speculative)
     times = len(SAMPLINGS)
     return StageCost("evaluate", times * tokens, times * flops, memory, 0, reading=times * reading)
 
@@ -370,8 +373,7 @@ def estimate(
         answers = replace(answers, disk=answers.disk + position * positions)
     stages.append(answers)
     if again:
-        kept = states * answers.tokens
-        stages.append(_read(in_torch(recipe), target, STATES, answers.tokens, kept))
+        stages.append(_read(in_torch(recipe), target, STATES, answers.tokens, states * answers.tokens))
     if head and distill.fixed_fraction:
         tokens = read_tokens(distill)
         stages.append(_read(in_torch(recipe), target, READ, tokens, states * tokens))
@@ -380,8 +382,7 @@ def estimate(
         rounding, beside = rounding_bytes(target, distill.against, alike=alike)
         stages.append(StageCost(ROUNDED, 0, 0.0, rounding, costs.weight_bytes(target), beside))
     if stored and not head:
-        kept = position * positions
-        stages.append(_read(recipe, target, "store", answers.tokens, kept, logits=positions))
+        stages.append(_read(recipe, target, "store", answers.tokens, position * positions, logits=positions))
     if distill.select_fraction < 1 and recipe.reference.steps:
         options = reference_options(recipe)
         stages.append(_distill("reference", options, recipe, target, drafter, processes))
@@ -392,7 +393,7 @@ def estimate(
     checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)
     return [
         *stages,
-        _evaluate(recipe, target, drafter),
+        _evaluate(recipe, target, drafter, own),
         StageCost("export", 0, 0.0, memory["export"], files, passing),
         StageCost("verify", 0, 0.0, memory["verify"], 0),
         StageCost("pack", 0, 0.0, 0, files + checkpoint),  # the bundle's copies

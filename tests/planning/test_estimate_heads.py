@@ -17,6 +17,7 @@ from training_steps import Meter, all_compared
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
 from edgespec.planning.estimate import StageCost, estimate
+from edgespec.planning.export_costs import opened_bytes
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
@@ -89,3 +90,22 @@ def test_the_target_does_not_run() -> None:
     one, three = (stages(replace(recipe, distill=replace(recipe.distill, unrolled_steps=n))) for n in (1, 3))
     for stage in ("distill", "reference"):
         assert three[stage].flops == pytest.approx(3 * one[stage].flops)
+
+
+def test_a_head_is_measured_on_the_first_of_its_targets_files() -> None:
+    """That may be the target's own. A build from a small file is not refused for the memory of the target in torch."""
+
+    def measured(own: int | None = None, **files: list[str]) -> StageCost:
+        export: dict[str, Any] = {"onnx": [], "gguf": [], **files}
+        flags = {"export": export, "drafter": {"vocabulary": 1024}}
+        recipe = resolve(load_recipe(recipe_file("smollm2-head")), flags)
+        found = estimate(recipe, TARGET, derive(TARGET, recipe.drafter), own=own)
+        return next(cost for cost in found if cost.stage == "evaluate")
+
+    small, large = measured(onnx=["int4", "fp32"]), measured(onnx=["fp32", "int4"])
+    opened = {name: opened_bytes(TARGET, [("onnxruntime", name)]) for name in ("int4", "fp32")}
+    rest = small.memory - opened["int4"]
+    assert rest == large.memory - opened["fp32"] > 0
+    assert small.reading < large.reading
+    assert measured(own=12345, gguf=["f16"]).memory == rest + 12345
+    assert measured(own=12345, onnx=["int4"], gguf=["f16"]) == small
