@@ -256,6 +256,7 @@ def _way_json(plan: Plan, way: Way) -> dict[str, Any]:
                 "mbsu": {str(rate): way.memory_bound(rate, length) for rate in rates},
             }
             for length in LENGTHS
+            if length <= at.most
         ],
         "best": {str(rate): dict(zip(("gamma", "speedup"), at.best(rate), strict=True)) for rate in rates},
     }

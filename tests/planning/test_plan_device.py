@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from paper_plan import DRAFTER, PAPER, TARGET, planned
 
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
+from edgespec.planning.plan import PlanOptions
 from edgespec.planning.plan_device import (
     CONTEXT,
     DeviceRates,
@@ -23,7 +25,7 @@ from edgespec.planning.plan_device import (
     measured,
     rates_of_profile,
 )
-from edgespec.planning.plan_report import LENGTHS
+from edgespec.planning.plan_report import LENGTHS, _way, _way_json
 from edgespec.recipe.devices import profiles
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions
@@ -65,6 +67,9 @@ def test_drafts_stay_within_a_devices_limit() -> None:
     assert tied.at.best(0.8) == (2, free.at.speedup(0.8, 2))
     alone = tied.at.least((3, 4, 5))
     assert alone is None
+    plan: Any = SimpleNamespace(options=PlanOptions("x"), device="a device")
+    shown = [length for length in LENGTHS if f"\nγ = {length} " in _way(plan, tied)]
+    assert shown == [one["gamma"] for one in _way_json(plan, tied)["lengths"]] == [1, 2]
 
 
 def test_break_even_is_where_the_speedup_is_one() -> None:
