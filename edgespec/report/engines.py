@@ -95,7 +95,7 @@ def _notes(doctor: Fields) -> list[Part]:
 
 
 def _measured(runs: Sequence[Run]) -> list[Table]:
-    """A line for every bench: what the clock said of its engine and precision."""
+    """A line for every bench: what the clock said of its engine and precision. It repeats the bundle's count of flips."""
     rows = []
     for run in runs:
         if (bench := run.bench) is None:
@@ -113,7 +113,7 @@ def _measured(runs: Sequence[Run]) -> list[Table]:
                 flips(exactness.whole("flips"), exactness.whole("positions")),
             ]
         )
-    headers = ["", "plain tok/s", "best fixed γ", "tok/s", "x plain", "flips"]
+    headers = ["", "plain tok/s", "best fixed γ", "tok/s", "x plain", "flips when packed"]
     return [Table(headers, rows, title="Measured by bench")] if rows else []
 
 

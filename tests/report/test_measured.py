@@ -11,6 +11,7 @@ from edgespec_runtime.bench.suite import MAX_CATEGORIES
 from edgespec_runtime.rules.table import MAX_DRAFT
 
 from edgespec.core.errors import InputError
+from edgespec.report.engines import ways_section
 from edgespec.report.fields import Fields
 from edgespec.report.gather import BENCH, Run, Source
 from edgespec.report.measured import AUTO, PLAIN, settings_of
@@ -75,6 +76,15 @@ def test_an_evaluation_of_many_settings_is_read(
     ]
     said = capsys.readouterr().err
     assert ("evaluation.json has 50 settings" in said) is (shown < lengths)
+
+
+def test_flips_beside_a_bench_are_those_of_the_bundle() -> None:
+    """Bench counts none: on this machine they may be others."""
+    summaries = [{"draft_length": PLAIN}, {"draft_length": 1, "speedup": [1.5, 1.4, 1.6]}]
+    run = bench_run(summaries=summaries, exactness={"flips": 2, "positions": 400})
+    (table,) = ways_section([run]).parts
+    assert table.title == "Measured by bench"
+    assert dict(zip(table.headers, table.rows[0], strict=True))["flips when packed"].text == "2"
 
 
 def test_flips_among_no_positions_were_not_measured() -> None:
