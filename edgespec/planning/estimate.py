@@ -389,7 +389,7 @@ def estimate(
     if distill.steps:
         stages.append(_distill("distill", distill, recipe, target, drafter, processes))
     export, files = recipe.export, files_bytes(recipe.export, (target, drafter), own)
-    memory, passing = stages_bytes(export, target, alike=alike), largest_passing(export, target, own)
+    memory, passing = stages_bytes(export, target, own, alike=alike), largest_passing(export, target, own)
     checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)
     return [
         *stages,

@@ -86,12 +86,16 @@ def building_bytes(export: ExportOptions, target: ModelShape, *, alike: bool) ->
     )
 
 
-def stages_bytes(export: ExportOptions, target: ModelShape, *, alike: bool) -> dict[str, int]:
-    """Memory of the stages that make and verify the files, by name; `alike` as of both."""
-    read_back = export.verify_prompts, export.answer_replies
+def stages_bytes(
+    export: ExportOptions, target: ModelShape, own: int | None = None, *, alike: bool
+) -> dict[str, int]:
+    """Memory of the stages that make and verify the files, by name; `own` as of `files_bytes`, `alike` as of both."""
+    read_back, copied = (export.verify_prompts, export.answer_replies), 0
+    if own is not None and export.gguf:
+        export, copied = replace(export, gguf=()), round(LOADED * own)
     return {
         "export": building_bytes(export, target, alike=alike),
-        "verify": verifying_bytes(target, files_of(export), *read_back, alike=alike),
+        "verify": verifying_bytes(target, files_of(export), *read_back, alike=alike, copied=copied),
     }
 
 
@@ -104,13 +108,19 @@ def rounding_bytes(target: ModelShape, precision: str, *, alike: bool) -> tuple[
 
 
 def verifying_bytes(
-    target: ModelShape, files: Iterable[tuple[str, str]], prompts: int, replies: int, *, alike: bool
+    target: ModelShape,
+    files: Iterable[tuple[str, str]],
+    prompts: int,
+    replies: int,
+    *,
+    alike: bool,
+    copied: int = 0,
 ) -> int:
     """Memory that verify needs at least. `files`: (engine, precision) of the target's.
 
-    `alike`: its layers are, so that one at a time is enough where memory is short.
+    `alike`: its layers are, so that one at a time is enough where memory is short. `copied`: what a file of its own takes.
     """
-    opened = opened_bytes(target, files)
+    opened = max(copied, opened_bytes(target, files))
     whole = whole_bytes(target, prompts, opened)
     return min(whole, streamed_bytes(target, prompts, replies, opened)) if alike else whole
 

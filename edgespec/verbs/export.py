@@ -130,7 +130,9 @@ class Export(ExportStages):
         """Bytes that the stages need which are not done."""
         from edgespec_export.onnx.by_layers import are_alike
 
-        needed = stages_bytes(self.recipe.export, target, alike=are_alike(self.source.target.folder))
+        folder = self.source.target.folder
+        own = None if (file := own_file(folder)) is None else file.bytes
+        needed = stages_bytes(self.recipe.export, target, own, alike=are_alike(folder))
         return {stage: each for stage, each in needed.items() if not (self.out / stage / STAGE_FILE).exists()}
 
     def _calibration_texts(self) -> Any:

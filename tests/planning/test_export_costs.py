@@ -21,6 +21,7 @@ from edgespec.planning.export_costs import (
     files_bytes,
     largest_passing,
     passing_bytes,
+    stages_bytes,
 )
 from edgespec.planning.preflight import RUNNING
 from edgespec.recipe.drafter import derive
@@ -110,6 +111,17 @@ def test_memory_goes_by_the_family() -> None:
     alike = has_alike_layers(recipe.target)
     found = estimate(recipe, large, derive(large, DrafterOptions()), alike=alike)
     assert next(one.memory for one in found if one.stage == "export") / GIB == pytest.approx(25.8, abs=0.1)
+
+
+def test_a_targets_own_file_is_verified_as_it_is() -> None:
+    """And not as a larger file of its weights, which is not written; a file beside it may take more."""
+    asked, own = replace(NONE, gguf=("f16", "q8_0")), costs.file_bytes(LLAMA_7B, "llama.cpp", "q4_0")
+    found = stages_bytes(asked, LLAMA_7B, own, alike=True)
+    assert found == stages_bytes(replace(NONE, gguf=("q4_0",)), LLAMA_7B, alike=True)
+    assert found["verify"] < stages_bytes(asked, LLAMA_7B, alike=True)["verify"] - 9 * GIB
+    floats = replace(NONE, onnx=("fp32",))
+    both = stages_bytes(replace(floats, gguf=("f16",)), LLAMA_7B, own, alike=True)
+    assert both == stages_bytes(floats, LLAMA_7B, alike=True)
 
 
 def test_which_layers_are_alike(tmp_path: Path) -> None:
