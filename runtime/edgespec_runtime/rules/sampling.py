@@ -6,6 +6,7 @@ Top-k, top-p and min-p give short lists of token ids; nothing sorts the vocabula
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -228,14 +229,18 @@ def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
     Top-k keeps exactly k tokens; top-p is the smallest set of most probable tokens whose mass reaches `top_p` (the lower id
     wins a tie), as in the nucleus sampling of Holtzman et al. 2020. Min-p keeps the tokens whose probability is at least `min_p`
     times the highest one (Nguyen et al. 2024, "Turning Up the Heat", section 3). The kept tokens are renormalised.
+
+    A row of which the largest entry is infinite or NaN is read as at temperature 0: whatever a drafter says, q is a distribution.
     """
-    if how.temperature == 0.0:
-        return Categorical(np.array([logits.argmax()], dtype=np.int64), CERTAIN)
+    best = logits.argmax()
+    top = logits[best]  # max() takes three times as long
+    if how.temperature == 0.0 or not math.isfinite(top):
+        return Categorical(np.array([best], dtype=np.int64), CERTAIN)
     ids: NDArray[np.int64] | None = None
     if 0 < how.top_k < len(logits):
         ids = _largest(logits, how.top_k)
         logits = logits[ids]
-    weights = _weights(logits, how.temperature)
+    weights = _weights(logits, top, how.temperature)
     if how.top_p < 1.0:
         kept = _nucleus(weights / weights.sum(), how.top_p)
         weights, ids = weights[kept], kept if ids is None else ids[kept]
@@ -250,9 +255,9 @@ def draw(logits: NDArray[np.float32], how: Warp, source: TokenSource, position: 
     return int(logits.argmax()) if how.temperature == 0.0 else source.sample(warp(logits, how), position)
 
 
-def _weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:
-    """Proportional to the probabilities, the largest 1."""
-    weights: NDArray[np.float32] = logits - logits[logits.argmax()]  # max() takes three times as long
+def _weights(logits: NDArray[np.float32], top: np.float32, temperature: float) -> NDArray[np.float32]:
+    """Proportional to the probabilities, the largest 1; `top`: the largest logit."""
+    weights: NDArray[np.float32] = logits - top
     if temperature != 1.0:
         weights /= np.float32(max(temperature, _COLDEST))
     return np.exp(weights, out=weights)

@@ -160,6 +160,27 @@ def test_a_draft_that_ends_early_is_lossless(p_min: float, name: str) -> None:
     assert distance(law_of(run), target_law(target, [0], 3, how)) < 1e-6
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("rule", ["lossless", "block"])
+def test_a_drafter_whose_logits_are_no_numbers_is_lossless(rule: str, value: float) -> None:
+    """Behind one token it overflows; elsewhere it drafts as ever."""
+    target, sound, how = random_model(31, SMALL, 1.0), random_model(32, SMALL, 1.0), WARPS["T=1"]
+
+    def broken(prefix: tuple[int, ...]) -> np.ndarray:
+        logits = sound(prefix)
+        if prefix[-1] == 1:
+            logits[2] = value
+        return logits
+
+    setup = Setup(target, broken, SMALL)
+
+    def run() -> list[int]:
+        return setup.run([1], rule=rule, drafter=MODEL, draft_length=2, max_new_tokens=3, **vars(how))
+
+    assert distance(law_of(run), target_law(target, [1], 3, how)) < 1e-6
+    assert setup.counts.drafted > 0
+
+
 def test_taking_back_the_token_that_was_drawn_is_not_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why p_min looks at the distribution and not at the token; and the enumeration sees the difference."""
     target, draft, how = random_model(31, SMALL, 1.0), random_model(32, SMALL, 1.0), WARPS["T=1"]

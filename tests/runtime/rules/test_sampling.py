@@ -178,6 +178,27 @@ def test_a_temperature_close_to_zero_is_greedy_without_overflow() -> None:
         assert warp(logits, Warp(temperature=temperature)).prob(0) == 1.0
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "how",
+    [
+        Warp(),
+        Warp(temperature=1.0),
+        Warp(temperature=0.7, top_k=40),
+        Warp(temperature=1.3, top_p=0.8),
+        Warp(temperature=1.0, min_p=0.1),
+    ],
+)
+def test_a_row_that_is_no_numbers_is_one_token(how: Warp, value: float) -> None:
+    """Else a share of NaN, or a list without a token, would be compared with what the other model says."""
+    logits = np.random.default_rng(0).normal(size=5000).astype(np.float32)
+    logits[[70, 4000]] = value
+    found = warp(logits, how)
+    assert found.certain
+    assert found.sample(Uniforms(0)) == 70
+    assert (found.prob(70), found.prob(4000)) == (1.0, 0.0)
+
+
 def test_warping_leaves_the_logits_alone() -> None:
     logits = np.arange(2000, dtype=np.float32)
     for how in (Warp(), Warp(temperature=1.0), Warp(temperature=0.7, top_k=20, top_p=0.9, min_p=0.1)):
