@@ -128,7 +128,6 @@ class StaticEngine:
         self.block_length = min(max(settings.blocks.values()), self.context_length)
         self.n_past = 0
         self._graphs = sorted((tokens, name) for name, tokens in settings.blocks.items())  # shortest first
-        self._seen = dict.fromkeys(settings.blocks, 0)  # columns of the cache that each mask lets see
         programs: dict[str, Callable[..., Program]] = {
             ONNXRUNTIME: open_onnxruntime,
             OPENVINO: partial(open_openvino, device=device),
@@ -163,12 +162,9 @@ class StaticEngine:
         ids = np.zeros((1, space), dtype=np.int32)
         ids[0, : len(tokens)] = tokens
         positions = np.arange(self.n_past, self.n_past + space, dtype=np.int32)[None]
-        mask, seen = self._masks[name], self._seen[name]
-        if seen < self.n_past:
-            mask[..., seen : self.n_past] = 0.0
-        else:
-            mask[..., self.n_past : seen] = self.settings.masked
-        self._seen[name] = self.n_past
+        mask = self._masks[name]  # written anew, so that nothing of a pass that was interrupted stays in sight
+        mask[..., : self.n_past] = 0.0
+        mask[..., self.n_past : self.settings.length] = self.settings.masked
         positions = np.minimum(positions, self.settings.length - 1)  # of padding at the end of the context
         return name, {"input_ids": ids, "position_ids": positions, "attention_mask": mask, **self._past}
 

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.static import MOST, StaticEngine
@@ -85,3 +87,28 @@ def test_openvino_that_cannot_be_loaded_is_not_called_absent(tmp_path: Path) -> 
         env={**os.environ, "PYTHONPATH": paths},
     )
     assert done.stdout.startswith(f"openvino is installed and cannot be loaded: {said}; install it again")
+
+
+class Interrupted(np.ndarray):
+    """Ctrl-C comes right behind the first write."""
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        super().__setitem__(place, value)
+        raise KeyboardInterrupt
+
+
+def test_a_pass_that_was_interrupted_leaves_nothing_in_sight(tmp_path: Path) -> None:
+    """Five tokens are in the cache when it begins, and two when the graph is run again."""
+    engine = StaticEngine(static_model(tmp_path / "model", settings_of()), threads=1)
+    for token in range(5):
+        engine.forward([token])
+    whole = engine._masks["verify"]
+    engine._masks["verify"] = whole.view(Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.forward([5, 6])
+    engine._masks["verify"] = whole
+    engine.rewind(2)
+    name, feeds = engine.feeds([2, 3])
+    assert name == "verify"
+    seen = feeds["attention_mask"][0, 0, :, :8] == 0.0
+    assert seen.tolist() == 2 * [[True] * 2 + [False] * 6]
