@@ -1,7 +1,7 @@
 """Which files travel between a folder and the hub, and what the hub's errors mean in plain words. Sends and fetches nothing.
 
 Weights travel as GGUF, ONNX or safetensors. A pickle runs code when it is opened, so a file that is one, by its name or by its
-first bytes, never travels.
+first bytes, never travels. Nor do settings of onnxruntime-genai that name a library, which it would load.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError
+from edgespec.core.files import told_as
 from edgespec.core.no_room import write_error
 
 SUFFIXES = frozenset(
@@ -59,6 +60,15 @@ def check_head(file: Path, name: str, where: str) -> None:
             f"{where} has {name!r}, and its first bytes are those of {'a Python pickle' if bare else 'a zip archive'}: opening "
             "one runs code of its maker; weights are taken only as .safetensors, .gguf or .onnx"
         )
+
+
+def check_settings(file: Path, name: str, where: str) -> None:
+    """Raise BundleError for settings of onnxruntime-genai with options that no exporter writes."""
+    from edgespec_runtime.untrusted.genai_settings import SETTINGS, check_session_options
+
+    if PurePosixPath(name).name.lower() == SETTINGS:  # some systems know no case
+        with told_as(file, Path(where, name)):
+            check_session_options(file)
 
 
 def endpoint() -> str:

@@ -23,7 +23,7 @@ from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import json_knob, next_step, step, write_result
 from edgespec.core.progress import MIB, progress
 from edgespec.core.table import byte_size
-from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
+from edgespec.hub.publish import check_head, check_names, check_repo, check_settings, endpoint, hub_errors
 
 GIB = 2**30
 
@@ -130,6 +130,8 @@ def _pull(repo: str, out: Path, revision: str, most_bytes: int, partial: Path, f
         for name, entry in contents.values():
             bar.set_postfix_str(name[-40:])
             _fetch(repo, commit, name, entry, parts / entry.sha256, bar)
+    for name, entry in manifest.files.items():  # of files with one content one was fetched
+        check_settings(parts / entry.sha256, name, repo)
     with writing(done):
         placed: dict[str, Path] = {}
         for name, entry in manifest.files.items():

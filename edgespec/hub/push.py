@@ -20,7 +20,7 @@ from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import MIB, progress
 from edgespec.core.table import byte_size, table
 from edgespec.core.texts import harmless
-from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
+from edgespec.hub.publish import check_head, check_names, check_repo, check_settings, endpoint, hub_errors
 
 CARD = "README.md"
 SHOWN_PATHS = 4
@@ -81,6 +81,7 @@ def files_to_send(folder: Path, manifest: Manifest) -> dict[str, BundleFile]:
     check_names(files, str(folder))
     for name in files:
         check_head(folder / name, name, str(folder))
+        check_settings(folder / name, name, str(folder))
     return dict(sorted(files.items()))
 
 

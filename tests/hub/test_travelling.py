@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -64,3 +65,35 @@ def test_what_is_still_to_fetch_finds_room_or_nothing_is_fetched(
     with pytest.raises(Begun):
         pull(REPO, tmp_path / "pair", "main", 2**40)
     assert not (tmp_path / "pair").exists()
+
+
+def test_settings_that_name_a_library_do_not_travel(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model card has people run onnxruntime-genai in the bundle's folder, which would load it."""
+    copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    words = r"genai_config\.json has no usable 'session_options': it is 'custom_ops_library'"
+    name, options = "drafter/genai_config.json", {"custom_ops_library": "model.data"}
+    text = json.dumps({"model": {"decoder": {"session_options": options}}})
+    change(copy, name, text)
+    change(copy, "z.json", text)  # of files with one content one is fetched
+    with pytest.raises(BundleError, match=f"bundle.drafter.{words}"):
+        files_to_send(copy, open_manifest(copy))
+
+    def manifest_alone(repo: str, revision: str, folder: Path) -> str:
+        shutil.copy(copy / MANIFEST, folder)
+        return COMMIT
+
+    def fetched(repo: str, commit: str, name: str, entry: BundleFile, part: Path, bar: object) -> None:
+        shutil.copy(copy / name, part)
+
+    monkeypatch.setattr("edgespec.hub.pull._fetch_manifest", manifest_alone)
+    monkeypatch.setattr("edgespec.hub.pull._fetch", fetched)
+    with pytest.raises(BundleError, match=f"me.pair.drafter.{words}"):
+        pull(REPO, tmp_path / "pair", "main", 2**40)
+    assert not (tmp_path / "pair").exists()
+    options.clear()
+    text = json.dumps({"model": {"decoder": {"session_options": options}}})
+    change(copy, name, text)
+    pull(REPO, tmp_path / "pair", "main", 2**40)
+    assert (tmp_path / "pair" / name).read_text() == text

@@ -16,15 +16,11 @@ from typing import Any
 import numpy as np
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.exactness import EXACT, FAST
-from edgespec_runtime.engines.onnx_runtime import WIDEN_ONCE
 from edgespec_runtime.untrusted.genai_settings import read_pair_settings
 
 from edgespec.core.errors import loading
 from edgespec_export.onnx.to_onnx import FAST_GRAPH
 from edgespec_export.other_engines.other_engines import CHECKPOINT, DRAFT_LENGTH
-
-# What the exporters write; a bundle of a stranger gets no others.
-SESSION_OPTIONS = frozenset({"log_id", "provider_options", WIDEN_ONCE[0]})
 
 
 @dataclass(frozen=True)
@@ -72,14 +68,14 @@ class GenAi(OtherEngine):
             import onnxruntime_genai
 
         self._package: Any = onnxruntime_genai
-        self._vocab_size, _ = read_pair_settings(bundle, SESSION_OPTIONS)
+        self._vocab_size, _ = read_pair_settings(bundle)
         self._model: Any = onnxruntime_genai.Model(str(bundle))
         self._stops = stops
 
     @staticmethod
     def runs(bundle: Path) -> tuple[str, str]:
         """The precision of the bundle's genai_config.json, and the mode whose graph it names for the target."""
-        graph = PurePosixPath(read_pair_settings(bundle, SESSION_OPTIONS)[1])
+        graph = PurePosixPath(read_pair_settings(bundle)[1])
         return graph.parent.name.removeprefix("onnx-"), FAST if graph.name == FAST_GRAPH else EXACT
 
     def answer(self, prompt: Sequence[int], rendered: str, how: DecodingOptions) -> Answer:

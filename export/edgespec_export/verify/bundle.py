@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from edgespec_runtime.untrusted.genai_settings import SETTINGS, check_session_options
 
 from edgespec.core import __version__
 from edgespec.core.errors import BundleError, CheckFailed, InputError
@@ -83,7 +85,7 @@ def models_of(options: Options) -> dict[str, Path] | None:
 
 
 def check_manifest(manifest: Manifest, folders: dict[str, Path] | None) -> list[str]:
-    """What the manifest says of tokenizer and shapes that is not so, in words."""
+    """What the manifest says of tokenizer and shapes that is not so, and settings that no exporter writes, in words."""
     broken = []
     digest = sha256_file(manifest.folder / TOKENIZER / "tokenizer.json")
     if manifest.pair["tokenizer_sha256"] != digest:
@@ -103,6 +105,12 @@ def check_manifest(manifest: Manifest, folders: dict[str, Path] | None) -> list[
             for name, value in wanted.items()
             if name in seen and seen[name] != value
         ]
+    for name in manifest.files:
+        if PurePosixPath(name).name == SETTINGS:
+            try:
+                check_session_options(manifest.folder / name)
+            except BundleError as error:
+                broken.append(str(error))
     return broken
 
 

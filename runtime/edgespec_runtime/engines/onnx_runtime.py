@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgespec.core.errors import BundleError, EdgespecError, loading
 from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_tokens, default_threads
-from edgespec_runtime.untrusted.genai_settings import OnnxSettings, read_settings
+from edgespec_runtime.untrusted.genai_settings import WIDENS, OnnxSettings, read_settings
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
 with loading("onnxruntime"):
@@ -28,7 +28,7 @@ with loading("onnxruntime"):
 ROPE_BORDER, SPARE_TOKENS = "edgespec.rope_border", "edgespec.spare_tokens"
 MOST_SPARE = 16
 # Of a session: compute DequantizeLinear of constants when it loads. Exact int8 matrices are widened so.
-WIDEN_ONCE = ("session.disable_quant_qdq", "1")
+WIDEN_ONCE = (WIDENS, "1")
 HIDDEN_STATES = "hidden_states"  # an output of a graph whose drafter is a head
 MOST_WIDTH = 2**17  # of hidden states, which size memory
 BLOCK_LENGTH = 128  # prefill pieces: large enough for full speed, small enough for the logits buffer (16 MB at 32,000 tokens)

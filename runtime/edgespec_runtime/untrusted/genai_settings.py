@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,9 @@ from edgespec.core.files import read_json
 SETTINGS = "genai_config.json"
 MAX_SETTINGS_BYTES = 1024 * 1024
 MAX_NAME = 255
+WIDENS = "session.disable_quant_qdq"
+SESSION_OPTIONS = frozenset({"log_id", "provider_options", WIDENS})
+"""What the exporters write; the file of a stranger may have no others."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +67,35 @@ def read_settings(folder: Path) -> OnnxSettings:
     )
 
 
-def read_pair_settings(folder: Path, known: Collection[str]) -> tuple[int, str]:
+def read_pair_settings(folder: Path) -> tuple[int, str]:
     """(vocabulary, the graph of the target) in the settings with which onnxruntime-genai runs a pair.
 
-    That engine obeys all of the file. Session options can name a library of the folder, whose code would run, or a
-    file to write. Raises BundleError as `read_settings` does, and for an option that is not `known`, or a provider.
+    Raises BundleError as `read_settings` and `check_session_options` do.
     """
     where = folder / SETTINGS
+    model = _object(check_session_options(where), "model", where)
+    graph = _name(_object(model, "decoder", where), "filename", where)
+    return count_of(model, "vocab_size", 2**24, where), graph
+
+
+def check_session_options(where: Path) -> Any:
+    """The content of a file with settings, all of which onnxruntime-genai obeys.
+
+    Session options can name a library of the folder, whose code would run, or a file to write. Raises BundleError where the
+    file cannot be read, for an option that is none of SESSION_OPTIONS, and for a provider.
+    """
     value = read_json(where, error=BundleError, limit=MAX_SETTINGS_BYTES, strict=True)
-    model = _object(value, "model", where)
     parts: list[Any] = [value]
-    for part in parts:  # which grows: other models than these two may have options
+    for part in parts:  # which grows: other models than the pair's two may have options
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         if isinstance(part, dict) and "session_options" in part:
             options = _object(part, "session_options", where)
-            strange = [name for name in options if name not in known]
+            strange = [name for name in options if name not in SESSION_OPTIONS]
             if strange or options.get("provider_options"):
                 seen = ", ".join(strange) or "provider_options"
-                wanted = f"nothing but {', '.join(sorted(known))} (no provider)"
+                wanted = f"nothing but {', '.join(sorted(SESSION_OPTIONS))} (no provider)"
                 raise unusable(where, "session_options", seen, wanted)
-    graph = _name(_object(model, "decoder", where), "filename", where)
-    return count_of(model, "vocab_size", 2**24, where), graph
+    return value
 
 
 def _object(value: Any, key: str, where: Path) -> dict[str, Any]:

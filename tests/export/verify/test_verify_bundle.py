@@ -162,6 +162,15 @@ def stop_id(bundle: Path) -> None:
     settle(bundle, name)
 
 
+def library_named(bundle: Path) -> None:
+    """Of the settings with which onnxruntime-genai runs the target alone."""
+    name = "target/onnx-fp32/genai_config.json"
+    settings = read_json(bundle / name)
+    settings["model"]["decoder"]["session_options"]["custom_ops_library"] = "model.onnx.data"
+    write_json(bundle / name, settings)
+    settle(bundle, name)
+
+
 # what is damaged -> (how, in which words it is named)
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "GGUF: RoPE base": (gguf_value("llama.rope.freq_base", 100.0), "target q8_0: .*rope.freq_base is 100"),
@@ -172,6 +181,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "ONNX: gate and up": (onnx_weights_moved, "drafter fp32: weights difference"),
     "chat template": (template, "tokenizer tokenizer: chat template writes"),
     "stop id": (stop_id, "tokenizer tokenizer: ids that end a reply are \\[1\\]"),
+    "manifest: session options": (library_named, "manifest: .*genai_config.json has .* 'custom_ops_library'"),
     "manifest: vocabulary": (
         lambda bundle: change_manifest(bundle, lambda value: value["pair"].update(vocab_size=513)), "manifest: vocab_size is 513",
     ),
