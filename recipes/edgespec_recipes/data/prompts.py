@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
+from edgespec_runtime.untrusted.template import SafeTemplate
 from jinja2 import TemplateError
 
 from edgespec.core.errors import InputError
@@ -86,9 +87,17 @@ def accepted(tokenizer: Any, messages: Messages) -> tuple[Messages, str]:
 
 
 def _filled(tokenizer: Any, messages: Messages, *, opening: bool = True) -> str:
-    """The chat template's text, with the `opening` of the assistant's turn at its end."""
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opening)
-    return text
+    """The chat template's text, with the `opening` of the assistant's turn at its end.
+
+    It gets what transformers gives it, and has the runtime's bounds: a target's may be a stranger's too.
+    """
+    values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": opening}
+    return _template(tokenizer.chat_template).render({**tokenizer.special_tokens_map, **values})
+
+
+@lru_cache(maxsize=4)
+def _template(source: str) -> SafeTemplate:
+    return SafeTemplate(source)
 
 
 def _joined(messages: Messages) -> Messages:

@@ -21,7 +21,7 @@ from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_runtime.text.prompts import read_chats
 from tiny_models import make_model_folder
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import write_jsonl
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.schema import PYTHON_STDLIB
@@ -156,6 +156,16 @@ def test_a_template_that_wants_turns_gets_neighbours_of_one_role_as_one(target: 
     assert render(tokenizer, messages) == wanted
     with pytest.raises(InputError, match=r"refuses the conversation that begins 'Yo'.*roles must alternate"):
         render(tokenizer, [messages[3], messages[4]])
+
+
+def test_the_template_of_a_strangers_target_has_bounds(target: Path) -> None:
+    """The runtime's, without which it could take all memory before a training begins; its text is as transformers has it."""
+    tokenizer = load_tokenizer(target)
+    theirs = tokenizer.apply_chat_template(HELLO.messages, tokenize=False, add_generation_prompt=True)
+    assert render(tokenizer, HELLO.messages) == theirs
+    tokenizer.chat_template = "{{ 'x' * 5000000 }}"
+    with pytest.raises(BundleError, match="chat template was stopped: it would make a value of 5000000 characters"):
+        render(tokenizer, HELLO.messages)
 
 
 def test_reply_is_what_the_template_writes(target: Path) -> None:
