@@ -146,12 +146,16 @@ class LlamaCppPython(OtherEngine):
         load_library()  # or says which package is missing
         from llama_cpp import Llama
 
+        # it would compile all chat templates of a file, a stranger's without bounds, and no argument keeps it from that
+        none = property(lambda _: {}, lambda *_: None)
+        bare: Any = type("Bare", (Llama,), {"metadata": none})
+
         how: Any = {"n_threads": 1, "n_threads_batch": 1, "flash_attn": True, "logits_all": True}
         how |= {"n_ctx": context, "verbose": False}
         self._stops, self._context = stops, context
         self._drafted: list[int] = []  # tokens of each draft of a reply
-        self._drafter = Llama(str(drafter), **how)
-        self._target = Llama(str(target), draft_model=self._draft, **how)
+        self._drafter = bare(str(drafter), **how)
+        self._target = bare(str(target), draft_model=self._draft, **how)
 
     def _draft(self, ids: Any, /, **_: Any) -> Any:
         """The drafter's most probable tokens, one after another."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from changed_gguf import changed
 from edgespec_export.other_engines.check import GENAI, Options, compare
 from edgespec_export.other_engines.engines import GenAi, LlamaCppPython, Transformers, until_stop
 from edgespec_export.other_engines.other_engines import (
@@ -324,6 +325,15 @@ def test_llama_cpp_python_runs_both_files(folder: Path) -> None:
             assert answer.tokens == greedy_text(pair, prompt)
             assert answer.passes < len(answer.tokens)  # drafts were accepted
     pair.close()
+
+
+@pytest.mark.llamacpp
+def test_llama_cpp_python_compiles_no_chat_template(folder: Path, tmp_path: Path) -> None:
+    """That of a stranger's file could have it compute for hours."""
+    source = folder / "bundle" / "drafter" / "gguf" / "drafter-q8_0.gguf"
+    file = changed(source, tmp_path / "m.gguf", tokenizer__chat_template="{% if %}")
+    with LlamaCppPython(file, file, frozenset(), 64) as other:
+        assert other.answer([1, 2], "", GREEDY).passes
 
 
 @pytest.mark.parametrize(
