@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import copy_file, read_json, write_json
+from edgespec.core.files import copy_file, read_object, write_json
 from edgespec.shell.environment import cache_folder
 from edgespec.stages.record import sha256_of
 
 ABOUT = "from_gguf.json"  # beside the folder and not in it: where the file lies is nothing that a stage reads
 
 MODEL = "model"
+_PRECISION = re.compile(r"[A-Za-z0-9._-]{1,64}")  # it becomes part of a file's name
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,23 @@ class OwnFile:
 
 
 def own_file(folder: Path) -> OwnFile | None:
-    """The GGUF file that a model folder was made from; None for a folder of another origin."""
+    """The GGUF file that a model folder was made from; None for a folder of another origin.
+
+    Raises InputError where the file beside the folder is of another form.
+    """
     folder = folder.absolute()
     about = folder.parent / ABOUT
     if folder.name != MODEL or not about.is_file():
         return None
-    found = read_json(about)
-    return OwnFile(Path(found["path"]), found["sha256"], found["bytes"], found["precision"])
+    found = read_object(about)
+    path, digest, size, precision = (found.get(field.name) for field in fields(OwnFile))
+    named = isinstance(precision, str) and _PRECISION.fullmatch(precision)
+    if not (named and isinstance(path, str) and isinstance(digest, str) and type(size) is int):
+        raise InputError(
+            f"{about} holds {str(found)[:80]!r}; path, sha256, bytes and precision of the file that {folder} was made from are "
+            "wanted: delete it, or give the GGUF file as the target"
+        )
+    return OwnFile(Path(path), digest, size, str(precision))
 
 
 def expanded(file: Path) -> Path | None:
