@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec_runtime.engines.llamacpp import load_library
+from edgespec_runtime.text.lookalikes import decoded, encoded
 from edgespec_runtime.text.tokenizer import read_tokenizer
 from edgespec_runtime.untrusted.gguf_file import read_header
 
@@ -29,10 +30,10 @@ class JsonTokenizer:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         tokenizer = self.special if special else self.plain
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(encoded(tokenizer, text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self.special.decode(list(ids), skip_special_tokens=False))
+        return decoded(self.special, ids, special=True)
 
     def beyond_llama_cpp(self) -> dict[str, Callable[[str, bool], bool]]:
         """What this tokenizer does and llama.cpp never does.

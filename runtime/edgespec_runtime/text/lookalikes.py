@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from edgespec.core.errors import BundleError, InputError
+from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.manifest import AGAIN
 
 Message = dict[str, str]
@@ -40,22 +41,31 @@ _NEVER = "(?!)"  # a pattern that matches nothing
 _PLACES = range(0x100000, 0x10FFFE)  # private-use characters of plane 16
 
 
-def encoded(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Encoding:
-    """A text as it stands; with `special`, between the tokens that a tokenizer adds.
-
-    Raises BundleError where a stranger's tokenizer breaks down: one without a token for what it does not know, a pattern
-    without end.
+@contextmanager
+def breakdowns(what: str) -> Iterator[None]:
+    """Raise BundleError where a stranger's tokenizer breaks down on `what`: one without a token for what it does not know, a
+    pattern without end.
     """
     try:
-        found: Encoding = tokenizer.encode(text, add_special_tokens=special)
-    except (KeyboardInterrupt, SystemExit):
+        yield
+    except (KeyboardInterrupt, SystemExit, EdgespecError):
         raise
     # the library raises bare Exception, and its panics are none at all
     except BaseException as error:
-        raise BundleError(
-            f"the tokenizer breaks down on a text of {len(text)} characters ({str(error)[:200]}); {AGAIN}"
-        ) from error
+        raise BundleError(f"the tokenizer breaks down on {what} ({str(error)[:200]}); {AGAIN}") from error
+
+
+def encoded(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Encoding:
+    """A text as it stands; with `special`, between the tokens that a tokenizer adds. Raises BundleError as `breakdowns` does."""
+    with breakdowns(f"a text of {len(text)} characters"):
+        found: Encoding = tokenizer.encode(text, add_special_tokens=special)
     return found
+
+
+def decoded(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:
+    """The text of tokens, with `special` also of those that are special. Raises BundleError as `breakdowns` does."""
+    with breakdowns(f"{len(ids)} tokens"):
+        return str(tokenizer.decode(list(ids), skip_special_tokens=not special))
 
 
 class Lookalikes:

@@ -21,7 +21,7 @@ from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.files import read_bounded, read_json
 from edgespec.core.manifest import AGAIN, MAX_VOCAB_SIZE
 from edgespec.model_folder.chat_template import chat_template_of
-from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes, encoded
+from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes, breakdowns, decoded, encoded
 from edgespec_runtime.untrusted.template import SafeTemplate
 from edgespec_runtime.untrusted.tokenizer_growth import check_growth
 
@@ -147,7 +147,7 @@ class ChatTokenizer:
         return Lookalikes(self._tokenizer, "".join(rendered))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return decoded(self._tokenizer, ids)
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
         """`prompt`: ids of the text that the stream goes on with. Many tokenizers take the blank off a text that begins."""
@@ -170,8 +170,9 @@ class TextStream:
         self._shown = ""  # of these ids
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that became certain with these ids."""
-        return "".join(map(self._step, ids))
+        """The text that became certain with these ids. Raises BundleError where a stranger's tokenizer breaks down."""
+        with breakdowns("a reply"):
+            return "".join(map(self._step, ids))
 
     def _step(self, token: int) -> str:
         self._ids.append(token)
@@ -186,9 +187,7 @@ class TextStream:
 
     def _begin_again(self) -> str:
         """Bytes that make no character end here: with them, those that were shown count as none either. Go on from this token."""
-        before, now = (
-            str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in (self._ids[:-1], self._ids)
-        )
+        before, now = (decoded(self._tokenizer, ids) for ids in (self._ids[:-1], self._ids))
         self._ids = self._ids[-1:]
         self._stream = DecodeStream(skip_special_tokens=True)
         self._shown = self._stream.step(self._tokenizer, self._ids[0]) or ""
@@ -196,7 +195,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back: an incomplete character comes out as U+FFFD."""
-        whole = str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+        whole = decoded(self._tokenizer, self._ids)
         # byte fallback: half a character makes U+FFFD of all bytes before it, also of those that were whole characters
         return whole[len(self._shown) :] if whole.startswith(self._shown) else "\ufffd"
 

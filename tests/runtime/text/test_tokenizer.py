@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from edgespec_runtime.chat.conversation import KEPT, Conversation
@@ -138,6 +139,27 @@ def test_bytes_that_make_no_character_end_no_stream(tmp_path: Path, shown: str) 
     text = "".join(stream.feed([token]) for token in ids) + stream.finish()
     assert text.startswith(f"a{shown}\ufffdb ab🙂")
     assert set(text.removeprefix(f"a{shown}\ufffdb ab🙂")) <= {"\ufffd"}
+
+
+class Panic(BaseException):
+    """As those of the tokenizers library, which are no Exception."""
+
+
+def test_a_tokenizer_that_breaks_down_on_a_reply(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoder in a stranger's file may have a pattern that never ends, or take off more than there is."""
+    stream = tokenizer.stream()
+    monkeypatch.setattr(stream, "_stream", Mock(step=Mock(side_effect=Panic("out of range"))))
+    with pytest.raises(BundleError, match=r"the tokenizer breaks down on a reply \(out of range\)"):
+        stream.feed([1])
+    monkeypatch.setattr(tokenizer, "_tokenizer", Mock(decode=Mock(side_effect=Panic("out of range"))))
+    for use in (lambda: tokenizer.decode([1, 2]), tokenizer.stream().finish):
+        with pytest.raises(BundleError, match=r"the tokenizer breaks down on \d tokens \(out of range\)"):
+            use()
+    monkeypatch.setattr(stream, "_stream", Mock(step=Mock(side_effect=KeyboardInterrupt)))
+    with pytest.raises(KeyboardInterrupt):
+        stream.feed([1])
 
 
 def test_special_tokens_are_not_shown(tokenizer: ChatTokenizer) -> None:
