@@ -72,13 +72,16 @@ class FolderTokenizer(JsonTokenizer):
     Attributes:
         whole: the transformers tokenizer.
 
-    Raises InputError where transformers cannot load it.
+    Raises InputError where transformers cannot load it, and for a tokenizer.json that would never end.
     """
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+        has_file = (file := folder / "tokenizer.json").is_file()
+        if has_file:
+            read_tokenizer(file, InputError)  # one that would never end is refused before transformers reads it
+        kind = PreTrainedTokenizerFast if has_file else AutoTokenizer
         try:
             self.whole: Any = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # the tokenizers library raises nothing narrower

@@ -17,10 +17,12 @@ from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify import tokenizers as verify_tokenizers
+from edgespec_export.verify.tokenizer_files import FolderTokenizer
 from edgespec_export.verify.tokenizers import Source, TokenizerCheck, check_tokenizers, tokenizer_table
 from tiny_models import make_model_folder
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 
+from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 
 GGUF, ONNX = "drafter llama.cpp f16", "drafter onnxruntime fp32"
@@ -302,3 +304,12 @@ def test_names_of_a_stranger_write_no_escape_codes(byte_level: Path, tmp_path: P
     table = tokenizer_table([asdict(one) for one in check(byte_level, folder)])
     assert "has the chat templates \ufffd[2J and none called 'default'" in table
     assert "\x1b" not in table
+
+
+def test_a_model_folder_whose_tokenizer_would_never_end(byte_level: Path, tmp_path: Path) -> None:
+    """It is refused before transformers reads it, in native code that Ctrl-C does not stop."""
+    model = Path(shutil.copytree(byte_level / "model", tmp_path / "model"))
+    longer = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 2000}
+    change_json("tokenizer.json", lambda value: value.update(normalizer=longer))(model)
+    with pytest.raises(InputError, match=r"tokenizer\.json has a normalizer of 1 steps that can make a text very long"):
+        FolderTokenizer(model)
