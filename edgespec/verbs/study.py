@@ -20,6 +20,7 @@ from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import command_line, from_mapping, knob
 from edgespec.core.output import json_knob, write_result
 from edgespec.core.table import interval
+from edgespec.core.texts import harmless
 from edgespec.recipe.shipped import file_named, in_recipes, load_recipe
 from edgespec.recipe.study_options import Study, dump_study, read_study
 
@@ -86,7 +87,8 @@ def run(given: dict[str, Any]) -> int:
             _make(study, out, command, options.check)
     found = write_report(report, out / RESULTS_FILE)
     best = found["best"]
-    print(f"best on τ: {best['arm']}, {interval(*best['ranking'][0]['tau'])}; report: {report}", flush=True)
+    arm = harmless(str(best["arm"]))  # a file to --render may be a stranger's
+    print(f"best on τ: {arm}, {interval(*best['ranking'][0]['tau'])}; report: {report}", flush=True)
     write_result(options.json, found)
     return 0
 

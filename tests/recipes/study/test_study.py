@@ -326,6 +326,10 @@ def test_a_second_run_makes_nothing_and_says_the_same(
     (place / "docs" / "results.md").unlink()
     assert study_verb.run(given(place, render=True)) == 0
     assert (place / "docs" / "results.md").exists()
+    write_json(place / "out" / "results.json", {**before, "best": {**before["best"], "arm": "a\x1b[2J"}})
+    assert study_verb.run(given(place, render=True)) == 0  # of a stranger's file
+    write_json(place / "out" / "results.json", before)
+    assert "best on τ: a\ufffd[2J, " in capsys.readouterr().out
 
 
 def test_a_target_that_is_gone_is_said_with_the_next_step(tmp_path: Path) -> None:
