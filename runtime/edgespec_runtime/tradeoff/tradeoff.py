@@ -277,16 +277,30 @@ def run(given: dict[str, Any]) -> int:
     if options.plot:
         require_matplotlib()
     if options.render:
-        studies = [from_json(read_json(Path(name).expanduser()), name) for name in options.render]
+        found = [_kept(name) for name in options.render]
     else:
-        studies = [study_of(given, options)]
-    found = [(study, summarise(study)) for study in studies]
+        study = study_of(given, options)
+        found = [(study, summarise(study))]
     for one in found:
         print(harmless(text(*one)), end="\n\n", flush=True)  # a file to --render may be a stranger's
     if options.json:
         write_result(options.json, as_json(*found[0]), compact_json)
     _write(options, found)
     return 0
+
+
+def _kept(name: str) -> tuple[Study, list[Summary]]:
+    """The study in a file of --json, and its summaries. Raises InputError, also where something within is of another form."""
+    study = from_json(read_json(Path(name).expanduser()), name)
+    try:
+        summaries = summarise(study)
+        document([(study, summaries, "")])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{name} holds a trade-off study of another form ({type(error).__name__}: {error!s:.80}); measure it again with "
+            "--json"
+        ) from error
+    return study, summaries
 
 
 def _write(options: Options, found: Sequence[tuple[Study, list[Summary]]]) -> None:

@@ -178,6 +178,15 @@ def test_a_file_of_a_stranger_writes_no_escape_codes(
     assert "T\ufffd[2J with D, " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("about", [None, {}, {"options": []}])
+def test_a_file_of_another_form_within_ends_in_one_line(
+    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], about: Any
+) -> None:
+    write_json(tmp_path / "t.json", read_json(measured / "greedy.json") | {"about": about})
+    assert main(["tradeoff", "--render", str(tmp_path / "t.json")]) == 2
+    assert "t.json holds a trade-off study of another form" in capsys.readouterr().err
+
+
 def test_a_tilde_is_the_home_folder(measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "t.json").write_bytes((measured / "greedy.json").read_bytes())
