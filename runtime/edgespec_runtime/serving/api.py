@@ -291,11 +291,12 @@ class Service:
         top: list[dict[str, float] | None] = [None] * (not first)
         for at in range(0, len(ids) - 1, engine.engine.block_length):
             piece = ids[at : min(len(ids) - 1, at + engine.engine.block_length)]
-            logits = engine.forward(piece).astype(np.float64)
-            logits -= logits.max(-1, keepdims=True)
-            logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+            logits = engine.forward(piece)
             before = max(0, first - 1 - at)  # rows of tokens that nobody asked for
-            for row, following in zip(logits[before:], ids[at + before + 1 :], strict=False):
+            for given, following in zip(logits[before:], ids[at + before + 1 :], strict=False):
+                row = given.astype(np.float64)  # one at a time: of a large vocabulary a block of them is large
+                row -= row.max()
+                row -= np.log(np.exp(row).sum())
                 best: list[int] = np.argpartition(-row, count - 1)[:count].tolist() if count else []
                 own.append(float(row[following]))
                 named: dict[str, float] = {}

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.serving.api import Asked
+from edgespec_runtime.serving.api import Asked, Service
 from edgespec_runtime.serving.metrics import Metrics, Sums
 from edgespec_runtime.serving.request import Request
 
@@ -66,3 +71,19 @@ def test_the_page_of_metrics() -> None:
         "edgespec_queue_seconds_sum 3.0",
     ):
         assert line in page
+
+
+def test_log_probabilities_of_a_large_vocabulary_take_little_memory() -> None:
+    """Those of one token at a time: in float64 a whole block's were several times as large as what the engine holds."""
+    logits = np.random.default_rng(0).standard_normal((64, 20_000), dtype=np.float32)
+    engine = Mock(vocab_size=20_000, block_length=64)
+    service = Service.__new__(Service)
+    service.pair = Mock(target=Mock(engine=engine, forward=lambda ids: logits[: len(ids)]))
+    tracemalloc.start()
+    try:
+        found = service._scores([7] * 65, 0, 0, as_ids=True)
+        assert tracemalloc.get_traced_memory()[1] < logits.nbytes
+    finally:
+        tracemalloc.stop()
+    wanted = logits[:, 7] - np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    assert found["token_logprobs"][1:] == pytest.approx(wanted)
