@@ -27,6 +27,7 @@ MAX_DIMENSION = 2**40
 MAX_NAME = 63  # GGML_MAX_NAME less its final zero
 
 _STRING, _ARRAY = 8, 9
+_WHOLE = {4, 5}  # types of 32-bit integers
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _SIZES = {kind: struct.calcsize("<" + code) for kind, code in _SCALARS.items()}
 # ggml type: (weights in a block, bytes of a block)
@@ -47,7 +48,7 @@ _TABLES = {
     "tokens": ("strings", {_STRING}),
     "merges": ("strings", {_STRING}),
     "scores": ("float32", {6}),
-    "token_type": ("32-bit integers", {4, 5}),
+    "token_type": ("32-bit integers", _WHOLE),
 }
 # Largest sensible value of hyperparameters that size what is allocated, or that are divided by; 1 is the smallest.
 _BOUNDS = {
@@ -212,6 +213,9 @@ class _Header:
             seen = pairs.get(f"{architecture}.{name}")
             if not (isinstance(seen, range | None) or (type(seen) is int and 1 <= seen <= most)):
                 raise self._refuse(f"has {name} {seen!r:.80}", f"1 to {most}")
+            array = self.arrays.get(f"{architecture}.{name}")  # one for each layer; llama.cpp ends the process for others
+            if array is not None and array.kind not in _WHOLE:
+                raise self._refuse(f"has an array of type {array.kind} for {name}", "an array of 32-bit integers")
         for name, (wanted, kinds) in _TABLES.items():
             key = f"tokenizer.ggml.{name}"
             if key in pairs and (key not in self.arrays or self.arrays[key].kind not in kinds):

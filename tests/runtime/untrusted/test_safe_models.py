@@ -330,6 +330,19 @@ def test_gguf_sizes_that_cannot_be(tmp_path: Path, name: str) -> None:
             read_header(file)
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_gguf_sizes_by_layer_that_cannot_be(tmp_path: Path, name: str) -> None:
+    """llama.cpp takes whole numbers of 32 bits; for texts and floats it ends the process."""
+    file = tmp_path / "m.gguf"
+    start = (*LLAMA, f"llama.{name}", KIND[9])
+    file.write_bytes(header(*start, KIND[5], 1, struct.pack("<i", 1), pairs=2))
+    assert len(read_header(file).values[f"llama.{name}"]) == 1
+    for kind, item in ((6, struct.pack("<f", 1.0)), (8, "a"), (7, b"\1")):
+        file.write_bytes(header(*start, KIND[kind], 1, item, pairs=2))
+        with pytest.raises(BundleError, match=f"an array of type {kind} for {name}; an array of 32-bit integers"):
+            read_header(file)
+
+
 TOKENS: list[bytes | int | str] = ["tokenizer.ggml.tokens", KIND[9], KIND[8], 2, "a", "b"]
 
 
