@@ -48,7 +48,7 @@ ROLES = ("target", "drafter")
 MODEL, HEAD = "model", "head"  # kinds of drafters
 AGAIN = "fetch or build the bundle again"
 _KEY = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,64}")  # an engine or a precision: becomes part of a file's name
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal would obey them
+_UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # a terminal would obey them, or UTF-8 cannot write them
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -367,9 +367,10 @@ def _need(value: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
     seen = value.get(key)
     if not isinstance(seen, kind) or isinstance(seen, bool):
         raise BundleError(f"{key!r} is {_short(seen)}; {kind.__name__} is wanted")
-    if isinstance(seen, str) and (len(seen) > MAX_TEXT or _CONTROL.search(seen)):
+    if isinstance(seen, str) and (len(seen) > MAX_TEXT or _UNFIT.search(seen)):
         raise BundleError(
-            f"{key!r} has {len(seen)} characters; at most {MAX_TEXT} and no control characters are wanted"
+            f"{key!r} has {len(seen)} characters; at most {MAX_TEXT}, no control characters and no half ones (lone "
+            "surrogates) are wanted"
         )
     return seen
 

@@ -184,6 +184,15 @@ def test_a_name_that_a_terminal_would_obey_is_refused(folder: Path, name: str) -
     assert getattr(open_manifest(folder).drafter, name).startswith("é")
 
 
+def test_a_name_with_half_a_character_is_refused(folder: Path) -> None:
+    """A server has it in every answer, and none could be written."""
+    value = read_json(folder / "manifest.json")
+    value["target"]["name"] = "a\ud83d"
+    (folder / "manifest.json").write_text(json.dumps(value))  # in ASCII: it cannot be written otherwise
+    with pytest.raises(BundleError, match=r"'name' has 2 characters; .* no half ones"):
+        open_manifest(folder)
+
+
 def test_links_out_of_the_bundle_are_refused(folder: Path) -> None:
     file = folder / "prompts.jsonl"
     outside = folder.parent / "outside.jsonl"
