@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from edgespec_export.onnx.head_graph import write_head_graph
+from edgespec_export.onnx.head_graph import export_head, write_head_graph
 from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.losses.losses import fkl
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
@@ -16,6 +16,7 @@ from edgespec_recipes.stored.top_k import Store, records_of
 from edgespec_recipes.training.distill_head import HeadObjective, UnrolledHead, unrolled
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from edgespec_runtime.heads.feature_head import FeatureHead as HeadEngine
+from safetensors.torch import save_file
 from torch.nn import functional
 
 from edgespec.core.errors import BundleError, InputError
@@ -216,6 +217,22 @@ def test_a_head_kept_in_bytes_is_the_graphs(tmp_path: Path) -> None:
     (tmp_path / "kept" / "model.safetensors").write_bytes(b"no such thing")
     with pytest.raises(InputError, match="cannot be read"):
         load_head(tmp_path / "kept")
+
+
+def test_a_head_that_lacks_a_layer_has_no_graph(
+    tmp_path: Path, text: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    """It ended in a traceback, behind the hours of the target's own export."""
+    save_head(made(), tmp_path / "head", {})
+    (tmp_path / "target").mkdir()
+    save_file({"model.embed_tokens.weight": text[1]}, tmp_path / "target" / "model.safetensors")
+    export_head(tmp_path / "head", tmp_path / "target", tmp_path / "graph", "int8")
+    settings = read_json(tmp_path / "head" / "head.json")
+    settings["shape"]["layers"] += 1
+    write_json(tmp_path / "head" / "head.json", settings)
+    with pytest.raises(InputError, match=r"is not a head: it has no 'layers.2.input_layernorm.weight'"):
+        export_head(tmp_path / "head", tmp_path / "target", tmp_path / "none", "int8")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 32}, {"feature_size": 32}, {"intermediate_size": 64}])
