@@ -1,7 +1,7 @@
 """Which files travel between a folder and the hub, and what the hub's errors mean in plain words. Sends and fetches nothing.
 
 Weights travel as GGUF, ONNX or safetensors. A pickle runs code when it is opened, so a file that is one, by its name or by its
-first bytes, never travels. Nor do settings of onnxruntime-genai that name a library, which it would load.
+first bytes, never travels. Nor do settings with which another engine would run code of their maker.
 """
 
 from __future__ import annotations
@@ -63,12 +63,11 @@ def check_head(file: Path, name: str, where: str) -> None:
 
 
 def check_settings(file: Path, name: str, where: str) -> None:
-    """Raise BundleError for settings of onnxruntime-genai with options that no exporter writes."""
-    from edgespec_runtime.untrusted.genai_settings import SETTINGS, check_session_options
+    """Raise BundleError for settings of other engines with an option that no exporter writes."""
+    from edgespec_runtime.untrusted import engines_settings
 
-    if PurePosixPath(name).name.lower() == SETTINGS:  # some systems know no case
-        with told_as(file, Path(where, name)):
-            check_session_options(file)
+    with told_as(file, Path(where, name)):
+        engines_settings.check_settings(file, name)
 
 
 def endpoint() -> str:

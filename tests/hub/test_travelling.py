@@ -67,17 +67,36 @@ def test_what_is_still_to_fetch_finds_room_or_nothing_is_fetched(
     assert not (tmp_path / "pair").exists()
 
 
-def test_settings_that_name_a_library_do_not_travel(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LIBRARY = {"model": {"decoder": {"session_options": {"custom_ops_library": "model.data"}}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "other", "words"),
+    [
+        ("drafter/genai_config.json", json.dumps(LIBRARY), "{}", "has no usable 'session_options'"),
+        (
+            "elsewhere/vllm.yaml",
+            "trust-remote-code: true\n",
+            "speculative-num-steps: 3\n",
+            "has 'trust-remote-code'",
+        ),
+    ],
+)
+def test_settings_with_which_an_engine_would_run_code_do_not_travel(
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    text: str,
+    other: str,
+    words: str,
 ) -> None:
-    """The model card has people run onnxruntime-genai in the bundle's folder, which would load it."""
+    """The model card has people run these engines on the bundle."""
     copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
-    words = r"genai_config\.json has no usable 'session_options': it is 'custom_ops_library'"
-    name, options = "drafter/genai_config.json", {"custom_ops_library": "model.data"}
-    text = json.dumps({"model": {"decoder": {"session_options": options}}})
+    (copy / name).parent.mkdir(exist_ok=True)
     change(copy, name, text)
-    change(copy, "z.json", text)  # of files with one content one is fetched
-    with pytest.raises(BundleError, match=f"bundle.drafter.{words}"):
+    change(copy, "z.md", text)  # of files with one content one is fetched
+    with pytest.raises(BundleError, match=f"bundle.{name} {words}"):
         files_to_send(copy, open_manifest(copy))
 
     def manifest_alone(repo: str, revision: str, folder: Path) -> str:
@@ -89,11 +108,9 @@ def test_settings_that_name_a_library_do_not_travel(
 
     monkeypatch.setattr("edgespec.hub.pull._fetch_manifest", manifest_alone)
     monkeypatch.setattr("edgespec.hub.pull._fetch", fetched)
-    with pytest.raises(BundleError, match=f"me.pair.drafter.{words}"):
+    with pytest.raises(BundleError, match=f"{REPO}.{name} {words}"):
         pull(REPO, tmp_path / "pair", "main", 2**40)
     assert not (tmp_path / "pair").exists()
-    options.clear()
-    text = json.dumps({"model": {"decoder": {"session_options": options}}})
-    change(copy, name, text)
+    change(copy, name, other)
     pull(REPO, tmp_path / "pair", "main", 2**40)
-    assert (tmp_path / "pair" / name).read_text() == text
+    assert (tmp_path / "pair" / name).read_text() == other

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from edgespec_runtime.untrusted.genai_settings import SETTINGS, check_session_options
+from edgespec_runtime.untrusted.engines_settings import check_settings
 
 from edgespec.core import __version__
 from edgespec.core.errors import BundleError, CheckFailed, InputError
@@ -106,11 +106,10 @@ def check_manifest(manifest: Manifest, folders: dict[str, Path] | None) -> list[
             if name in seen and seen[name] != value
         ]
     for name in manifest.files:
-        if PurePosixPath(name).name == SETTINGS:
-            try:
-                check_session_options(manifest.folder / name)
-            except BundleError as error:
-                broken.append(str(error))
+        try:
+            check_settings(manifest.folder / name, name)
+        except BundleError as error:
+            broken.append(str(error))
     return broken
 
 
