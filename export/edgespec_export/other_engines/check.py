@@ -170,6 +170,8 @@ def chosen(options: Options, manifest: Manifest) -> list[str]:
     if options.target:
         check_model(Path(options.target).expanduser(), "the target")
     names = [name for name in ENGINES if name not in lacks and name in (options.engines or ENGINES)]
+    if TRANSFORMERS in names:  # it makes as many layers as a stranger's config.json asks for
+        check_model(manifest.folder / CHECKPOINT, "the bundle's drafter")
     if not names:
         told = "; ".join(f"{name}: {lack}" for name, lack in lacks.items())
         raise InputError(f"no engine can run this bundle: {told}")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from altered_bundle import change
 from edgespec_export.onnx import to_onnx
 from edgespec_export.other_engines import llamacpp
 from edgespec_export.other_engines.check import (
@@ -40,6 +41,7 @@ from tiny_models import make_model_folder
 
 from edgespec.cli import main
 from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.files import read_json
 from edgespec.core.manifest import describe_files, open_manifest, write_manifest
 from edgespec.core.metrics import RawCounts
 
@@ -83,6 +85,19 @@ def test_another_text_is_exit_code_1(both: Path, tmp_path: Path, capsys: pytest.
     flags = ["--engines", "transformers", "--target", str(other), "--max-new-tokens", "8"]
     assert main(["other-engines", str(both), *flags]) == 1
     assert "the greedy text is not edgespec's own in transformers (1 of 1)" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_lies_is_refused(
+    both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would make the layers that a stranger's config.json tells, however many."""
+    copy = Path(shutil.copytree(both, tmp_path / "bundle"))
+    name = f"{CHECKPOINT}/config.json"
+    layers = read_json(copy / name)["num_hidden_layers"] + 1
+    change(copy, name, json.dumps(read_json(copy / name) | {"num_hidden_layers": layers}))
+    flags = ["--engines", "transformers", "--target", str(both.parent / "target")]
+    assert main(["other-engines", str(copy), *flags]) == 2
+    assert f"num_hidden_layers is {layers}, and the files have {layers - 1} layers" in capsys.readouterr().err
 
 
 def test_prompts_that_leave_no_room(both: Path, capsys: pytest.CaptureFixture[str]) -> None:
