@@ -81,8 +81,8 @@ def read_pair_settings(folder: Path) -> tuple[int, str]:
 def check_session_options(where: Path) -> Any:
     """The content of a file with settings, all of which onnxruntime-genai obeys.
 
-    Session options can name a library of the folder, whose code would run, or a file to write. Raises BundleError where the
-    file cannot be read, for an option that is none of SESSION_OPTIONS, and for a provider.
+    Session options can name a library of the folder, whose code would run, and those of a run a file to write. Raises BundleError
+    where the file cannot be read, for an option of a session that is none of SESSION_OPTIONS or of a run, and for a provider.
     """
     value = read_json(where, error=BundleError, limit=MAX_SETTINGS_BYTES, strict=True)
     parts: list[Any] = [value]
@@ -95,6 +95,8 @@ def check_session_options(where: Path) -> Any:
                 seen = ", ".join(strange) or "provider_options"
                 wanted = f"nothing but {', '.join(sorted(SESSION_OPTIONS))} (no provider)"
                 raise unusable(where, "session_options", seen, wanted)
+        if isinstance(part, dict) and part.get("run_options"):
+            raise unusable(where, "run_options", part["run_options"], "none")
     return value
 
 

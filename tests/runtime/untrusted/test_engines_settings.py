@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,12 @@ def test_no_yaml_is_refused_and_other_files_are_let_be(tmp_path: Path) -> None:
         with pytest.raises(BundleError, match=r"is not valid YAML|has a YAML alias"):
             check(tmp_path, text)
         check(tmp_path, text, "README.md")
+
+
+def test_options_of_a_run_are_refused(tmp_path: Path) -> None:
+    """Profiling writes a file for every token, wherever they say."""
+    check(tmp_path, '{"model": {"draft": {"run_options": {}}}}', "genai_config.json")
+    options = {"enable_profiling": "../profile"}
+    text = json.dumps({"model": {"draft": {"run_options": options}}})
+    with pytest.raises(BundleError, match=r"no usable 'run_options': .*enable_profiling.* none is wanted"):
+        check(tmp_path, text, "genai_config.json")
