@@ -55,7 +55,9 @@ def export_head(head_folder: Path, target_folder: Path, out_folder: Path, precis
     try:
         write_head_graph(out_folder, shape, head_weights(head_folder), embedding, precision)
     except KeyError as error:  # a weight, or a number of its shape
-        raise InputError(f"{head_folder} is not a head: it has no {error}; build the drafter again") from error
+        raise InputError(
+            f"{head_folder} is not a head: it has no {error}; build the drafter again"
+        ) from error
     return written(out_folder, "the table of token embeddings is the target's, one byte a value")
 
 

@@ -213,9 +213,13 @@ class _Header:
             seen = pairs.get(f"{architecture}.{name}")
             if not (isinstance(seen, range | None) or (type(seen) is int and 1 <= seen <= most)):
                 raise self._refuse(f"has {name} {seen!r:.80}", f"1 to {most}")
-            array = self.arrays.get(f"{architecture}.{name}")  # one for each layer; llama.cpp ends the process for others
+            array = self.arrays.get(
+                f"{architecture}.{name}"
+            )  # one for each layer; llama.cpp ends the process for others
             if array is not None and array.kind not in _WHOLE:
-                raise self._refuse(f"has an array of type {array.kind} for {name}", "an array of 32-bit integers")
+                raise self._refuse(
+                    f"has an array of type {array.kind} for {name}", "an array of 32-bit integers"
+                )
         for name, (wanted, kinds) in _TABLES.items():
             key = f"tokenizer.ggml.{name}"
             if key in pairs and (key not in self.arrays or self.arrays[key].kind not in kinds):

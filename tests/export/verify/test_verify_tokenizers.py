@@ -311,5 +311,7 @@ def test_a_model_folder_whose_tokenizer_would_never_end(byte_level: Path, tmp_pa
     model = Path(shutil.copytree(byte_level / "model", tmp_path / "model"))
     longer = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 2000}
     change_json("tokenizer.json", lambda value: value.update(normalizer=longer))(model)
-    with pytest.raises(InputError, match=r"tokenizer\.json has a normalizer of 1 steps that can make a text very long"):
+    with pytest.raises(
+        InputError, match=r"tokenizer\.json has a normalizer of 1 steps that can make a text very long"
+    ):
         FolderTokenizer(model)

@@ -164,7 +164,9 @@ def test_the_template_of_a_strangers_target_has_bounds(target: Path) -> None:
     theirs = tokenizer.apply_chat_template(HELLO.messages, tokenize=False, add_generation_prompt=True)
     assert render(tokenizer, HELLO.messages) == theirs
     tokenizer.chat_template = "{{ 'x' * 5000000 }}"
-    with pytest.raises(BundleError, match="chat template was stopped: it would make a value of 5000000 characters"):
+    with pytest.raises(
+        BundleError, match="chat template was stopped: it would make a value of 5000000 characters"
+    ):
         render(tokenizer, HELLO.messages)
 
 

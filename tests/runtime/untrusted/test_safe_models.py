@@ -339,7 +339,9 @@ def test_gguf_sizes_by_layer_that_cannot_be(tmp_path: Path, name: str) -> None:
     assert len(read_header(file).values[f"llama.{name}"]) == 1
     for kind, item in ((6, struct.pack("<f", 1.0)), (8, "a"), (7, b"\1")):
         file.write_bytes(header(*start, KIND[kind], 1, item, pairs=2))
-        with pytest.raises(BundleError, match=f"an array of type {kind} for {name}; an array of 32-bit integers"):
+        with pytest.raises(
+            BundleError, match=f"an array of type {kind} for {name}; an array of 32-bit integers"
+        ):
             read_header(file)
 
 
