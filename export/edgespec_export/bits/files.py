@@ -21,6 +21,7 @@ from edgespec_export.bits.probe import Probe
 from edgespec_export.bits.roundings import Rounding, gguf_rounding, onnx_rounding
 from edgespec_export.bits.texts import Text, split
 from edgespec_export.gguf.to_gguf import Bits, Checkpoint, export_gguf
+from edgespec_export.onnx.families import table_values
 from edgespec_export.onnx.folder import DATA
 from edgespec_export.onnx.joined_states import export_for_head
 from edgespec_export.onnx.to_mixed import export_mixed
@@ -72,7 +73,7 @@ class Mixed:
 
         `head`: of a drafter that reads what its graphs then give. Raises what `choose`, `export_mixed`, `export_for_head` raise.
         """
-        rope = self.shape.context_length * self.shape.head_dim  # cosines and sines of half as many angles
+        rope = table_values(read_config(self.folder), self.folder)
 
         def write(chosen: Chosen, place: Path) -> dict[str, Any]:
             export = partial(

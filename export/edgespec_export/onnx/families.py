@@ -71,6 +71,20 @@ def rope_types(config: Mapping[str, Any]) -> list[str]:
     return [str(rope["rope_type"]) for rope in rope_of(config) if rope is not None]
 
 
+def rotated_values(config: Mapping[str, Any], family: Family) -> int:
+    """How many values of a head are rotated."""
+    size, (rope, _) = ModelShape.from_config(config).head_dim, rope_of(config)
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    return int(size * float(share)) if family.partial_rotary else size
+
+
+def table_values(config: Mapping[str, Any], where: Path | str) -> int:
+    """How many cosines and sines a graph has in its tables. Raises InputError for a family that is not known."""
+    family, shape = family_of(config, where), ModelShape.from_config(config)
+    rows = shape.context_length + (shape.rope_border or 0)  # those for short texts are a set of their own
+    return len(family.onnx_tables) * rows * rotated_values(config, family)
+
+
 def prepare(config: Any) -> None:
     """Change a transformers config, in memory, into what the builder reads; `finish` puts the real RoPE in place."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES

@@ -30,7 +30,7 @@ from edgespec.core.files import read_json, whole_folder
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import corrected_folder, read_config
-from edgespec_export.onnx.families import check_settings, finish, prepare
+from edgespec_export.onnx.families import check_settings, finish, prepare, rotated_values
 from edgespec_export.onnx.folder import rewritten, unlike, written
 from edgespec_export.onnx.one_more_row import attend_one_more_row
 from edgespec_export.onnx.smoothing import FACTORS, smoothed
@@ -171,10 +171,7 @@ def check_config(config: dict[str, Any], model_folder: Path) -> Family:
     family = check_settings(config, model_folder)
     shape = ModelShape.from_config(config)
     check_shape(shape, str(model_folder))
-    rope = config.get("rope_parameters") or {}
-    partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    partial = partial if family.partial_rotary else 1.0
-    rotated = int(shape.head_dim * partial)
+    rotated = rotated_values(config, family)
     if rotated % HEAD_STEP:
         raise InputError(
             f"{model_folder} rotates {rotated} of {shape.head_dim} values of a head; ONNX Runtime's GroupQueryAttention needs a "

@@ -24,6 +24,7 @@ from edgespec_export.onnx.to_mixed import export_mixed
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
 from edgespec_export.verify.pair import Reference
 from edgespec_export.verify.readback import onnx_weights
+from family_cases import CASES
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
@@ -88,6 +89,19 @@ def test_a_token_reads_one_row_of_an_untied_table(tmp_path: Path) -> None:
         for name in ("mixed", "int8")
     )
     assert abs(mixed_bytes - int8_bytes) < 1000
+
+
+@pytest.mark.parametrize("case", ["gemma3 untied", "phi3 longrope"])
+def test_all_tables_of_rope_count(case: str, tmp_path: Path) -> None:
+    """Gemma 3 has one for each kind of layer; LongRoPE has a second one, for short texts, and both in branches of the graph."""
+    family, settings = CASES[case]
+    folder = make_model_folder(tmp_path / "model", family, **settings)
+    told = mixed(folder, bits=16.0).onnx(tmp_path / "mixed")["bits"]["bytes"]
+    graph = onnx.load(tmp_path / "mixed" / "model.onnx").graph
+    branches = [part.g.node for node in graph.node if node.op_type == "If" for part in node.attribute]
+    tables = [node.attribute[0].t for nodes in branches for node in nodes if node.op_type == "Constant"]
+    assert bool(tables) is (case == "phi3 longrope")
+    assert told == pytest.approx(sum(len(one.raw_data) for one in [*graph.initializer, *tables]), abs=2000)
 
 
 def test_the_table_is_stored_once_and_never_in_floats(onnx_file: Path) -> None:
