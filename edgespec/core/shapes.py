@@ -143,12 +143,10 @@ class ModelShape:
             return int(config[name])
 
         hidden, heads = need("hidden_size"), need("num_attention_heads")
-        new = config.get("rope_parameters") or {}
-        new = new.get(FULL) or new
         family = family_named(config.get("model_type", ""))
         bias = family.attention_bias
         # transformers 5 goes by the first, 4 knows the second
-        theta = new.get("rope_theta") or config.get("rope_theta")
+        theta = rope_of(config)[0].get("rope_theta") or config.get("rope_theta")
         return cls(
             hidden=hidden,
             layers=need("num_hidden_layers"),
@@ -209,32 +207,32 @@ def impossible(values: Mapping[str, Any]) -> str:
 def rope_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """RoPE parameters of the layers that attend in full, and of those that slide where a config.json says these apart.
 
-    Read in the old spelling (rope_scaling) and the new one (rope_parameters); `rope_type` is always there, as it is spelt.
+    Read in the old spelling (rope_scaling) and the new one (rope_parameters); `rope_type` is always there, as it is spelt. So is
+    the original context of a scaling that has one. Where config.json says it twice, what stands outside the RoPE parameters
+    counts, as in transformers.
     """
     new = config.get("rope_parameters") or {}
     apart = isinstance(new.get(FULL), Mapping)  # Gemma 3 has one for each kind of layer
     full = new[FULL] if apart else config.get("rope_scaling") or new
     sliding = new.get(SLIDING) if apart else None
-    return _with_type(full), None if sliding is None else _with_type(sliding)
+    return _filled(full, config), None if sliding is None else _filled(sliding, config)
 
 
-def _with_type(rope: Mapping[str, Any]) -> dict[str, Any]:
-    return {**rope, "rope_type": str(rope.get("rope_type") or rope.get("type") or "default")}
+def _filled(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    found = {**rope, "rope_type": kind}
+    if kind in (*LONGROPE, "llama3", "yarn"):
+        name = "original_max_position_embeddings"
+        usual = family_named(config.get("model_type", "")).original_context
+        context = config.get("max_position_embeddings") or 2048
+        found[name] = int(config.get(name) or usual or rope.get(name) or context)
+    return found
 
 
 def _rope_border(config: Mapping[str, Any]) -> int | None:
-    """LongRoPE's original context, in all spellings; None where it is no shorter than the context, or the model has one set.
-
-    Where config.json says it twice, what stands outside the RoPE parameters counts, as in transformers.
-    """
+    """LongRoPE's original context; None where it is no shorter than the context, or the model has one set."""
     rope, _ = rope_of(config)
     if rope["rope_type"] not in LONGROPE:
         return None
-    context = int(config.get("max_position_embeddings") or 2048)
-    original = (
-        config.get("original_max_position_embeddings")
-        or family_named(config.get("model_type", "")).original_context
-        or rope.get("original_max_position_embeddings")
-        or context
-    )
-    return int(original) if int(original) < context else None
+    original: int = rope["original_max_position_embeddings"]
+    return original if original < int(config.get("max_position_embeddings") or 2048) else None

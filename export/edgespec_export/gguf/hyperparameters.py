@@ -147,7 +147,7 @@ def _write_rope(
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(float(rope["factor"]))
     if kind == "yarn":
-        _write_yarn(writer, family, rope, shape)
+        _write_yarn(writer, family, rope)
     if kind == "dynamic":
         notes.append(
             f"the RoPE base grows beyond {shape.context_length} tokens in torch and not in llama.cpp: the context ends there"
@@ -158,7 +158,7 @@ def _write_rope(
     return _write_longrope(writer, rope, shape, rotated, notes) if kind == "longrope" else {}
 
 
-def _write_yarn(writer: GGUFWriter, family: Family, rope: Mapping[str, Any], shape: ModelShape) -> None:
+def _write_yarn(writer: GGUFWriter, family: Family, rope: Mapping[str, Any]) -> None:
     """YaRN (Peng et al. 2023): llama.cpp has torch's ramp between kept and stretched frequencies, and its factor on cos and sin.
 
     That factor is 1 + 0.1 ln(factor) in llama.cpp; what a config says instead is written relative to it.
@@ -175,9 +175,7 @@ def _write_yarn(writer: GGUFWriter, family: Family, rope: Mapping[str, Any], sha
         scale = stretched(shares[0]) / stretched(shares[1]) if shares[0] and shares[1] else stretched()
     writer.add_rope_scaling_type(RopeScalingType.YARN)
     writer.add_rope_scaling_factor(factor)
-    writer.add_rope_scaling_orig_ctx_len(
-        int(rope.get("original_max_position_embeddings") or shape.context_length)
-    )
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     writer.add_rope_scaling_yarn_beta_fast(float(rope.get("beta_fast") or 32.0))
     writer.add_rope_scaling_yarn_beta_slow(float(rope.get("beta_slow") or 1.0))
     if not math.isclose(float(scale), stretched()):

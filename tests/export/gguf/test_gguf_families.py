@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from edgespec_export.gguf.to_gguf import check_gguf_possible, export_gguf
+from edgespec_export.onnx.families import rotary_of
 from edgespec_export.verify.readback import gguf_weights
 from family_cases import LLAMA3, LONG
 from gguf import GGUFReader
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from edgespec.core.errors import InputError
 from edgespec.core.families import having
 from edgespec.core.files import read_json, write_json
-from edgespec.core.shapes import ModelShape
+from edgespec.core.shapes import ModelShape, rope_of
 
 GELU_BOUND = 5e-3  # measured: 1e-3 to 2e-3
 
@@ -178,6 +179,28 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     with pytest.raises(InputError, match=message):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
     assert not list(tmp_path.glob("*.gguf*"))
+
+
+@pytest.mark.parametrize(
+    ("outside", "inside", "wanted"), [(32, 64, 32), (None, 64, 64), (32, None, 32), (None, None, 256)]
+)
+def test_the_original_context_is_where_transformers_reads_it(
+    outside: int | None, inside: int | None, wanted: int, tmp_path: Path
+) -> None:
+    name = "original_max_position_embeddings"
+    folder = make_model_folder(tmp_path / "model", rope_parameters=YARN)
+    config = read_json(folder / "config.json")
+    rope = {key: value for key, value in YARN.items() if key != name}
+    rope |= {name: inside} if inside else {}
+    told = {"rope_parameters": rope} | ({name: outside} if outside else {})
+    write_json(folder / "config.json", config | told)
+    assert rotary_of(folder).config.rope_parameters[name] == wanted
+    export_gguf(folder, tmp_path / "model.gguf", "f16")
+    reader = GGUFReader(tmp_path / "model.gguf")
+    assert gguf_field(reader, "llama.rope.scaling.original_context_length") == wanted
+    llama3 = {key: value for key, value in LLAMA3.items() if key != name}
+    found, _ = rope_of(config | told | {"rope_parameters": rope | llama3})
+    assert found[name] == wanted
 
 
 def test_layers_without_rope_follow_from_the_usual_period(tmp_path: Path) -> None:

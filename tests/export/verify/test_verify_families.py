@@ -81,3 +81,5 @@ def test_shapes_of_configs_that_leave_things_out() -> None:
         shape("llama", rope_theta=1e4, rope_parameters={"rope_theta": 2e4}).rope_theta == 2e4
     )  # as transformers 5
     assert shape("llama", rope_theta=3e4).rope_theta == 3e4
+    old = {"type": "linear", "factor": 2.0, "rope_theta": 4e4}
+    assert shape("llama", rope_theta=3e4, rope_scaling=old).rope_theta == 4e4
