@@ -80,9 +80,9 @@ def _check(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> None
 
 
 def rotated_layers(family: Family, config: Mapping[str, Any], layers: int) -> list[bool]:
-    """Whether each layer has RoPE: as config.json lists them, else by its period or the family's own."""
+    """Whether each layer has RoPE: as config.json lists them and perhaps more, else by its period or the family's own."""
     if listed := config.get("no_rope_layers"):
-        return [bool(rotated) for rotated in listed]
+        return [bool(rotated) for rotated in listed[:layers]]
     period = family.nope_period and int(config.get("no_rope_layer_interval") or family.nope_period)
     return [not period or (layer + 1) % period != 0 for layer in range(layers)]
 

@@ -203,14 +203,16 @@ def test_the_original_context_is_where_transformers_reads_it(
     assert found[name] == wanted
 
 
-def test_layers_without_rope_follow_from_the_usual_period(tmp_path: Path) -> None:
-    """A config.json of SmolLM3 need not list them."""
+def test_layers_without_rope_are_listed_or_follow_from_the_usual_period(tmp_path: Path) -> None:
+    """A config.json of SmolLM3 need not list them, and may list more than there are."""
     config = read_json(
         make_model_folder(tmp_path / "model", "smollm3", layers=5, head_dim=16) / "config.json"
     )
     assert config.pop("no_rope_layers") == [1, 1, 1, 0, 1]
     config.pop("no_rope_layer_interval")
     write_json(tmp_path / "model" / "config.json", config)
+    check_gguf_possible(tmp_path / "model")
+    write_json(tmp_path / "model" / "config.json", config | {"no_rope_layers": [1, 1, 1, 0] * 2})
     check_gguf_possible(tmp_path / "model")
 
 

@@ -66,11 +66,13 @@ def test_int4_keeps_its_blocks_exact(case: str, tmp_path: Path) -> None:
     engine.close()
 
 
-def test_a_config_may_leave_it_to_the_period_which_layers_have_no_rope(tmp_path: Path) -> None:
-    """As in the files of other programs, which write what is not usual alone."""
+@pytest.mark.parametrize(
+    "told", [{"no_rope_layers": None, "no_rope_layer_interval": 2}, {"no_rope_layers": [1, 0, 1, 0]}]
+)
+def test_a_config_may_say_otherwise_which_layers_have_no_rope(told: dict[str, Any], tmp_path: Path) -> None:
+    """By their period, or of more layers than there are."""
     model = make_model_folder(tmp_path / "model", "smollm3", layers=3, head_dim=16, no_rope_layers=[1, 0, 1])
-    config = read_json(model / "config.json") | {"no_rope_layers": None, "no_rope_layer_interval": 2}
-    write_json(model / "config.json", config)
+    write_json(model / "config.json", read_json(model / "config.json") | told)
     export_onnx(model, tmp_path / "onnx", "fp32")
     assert difference(model, tmp_path / "onnx", TOKENS) < BOUND
 
