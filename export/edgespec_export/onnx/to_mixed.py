@@ -289,11 +289,16 @@ class _Nodes(Nodes):
         shape = self.constant(at + "shape", np.array([part.rows, width]))
         self.add("Reshape", [part.packed, shape], at + "table")
         settings = {"bits": part.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
-        output = at + "gathered" if part.kind == OFFSET4 else y
+        whole = part.inputs % BLOCK == 0
+        output = y if whole and part.kind != OFFSET4 else at + "gathered"
         inputs = [at + "table", ids, *part.tables]
         self.add("GatherBlockQuantized", inputs, output, name=node, **settings)
         if part.kind == OFFSET4:
             self.with_rests(part.columns, output, y, at)
+        elif not whole:  # the last block of a row is filled up
+            begin = self.constant(at + "begin", np.array([0]))
+            end = self.constant(at + "end", np.array([part.columns]))
+            self.add("Slice", [output, begin, end, self.constant("/mixed/last", np.array([-1]))], y)
 
     def with_rests(self, columns: int, rows: str, y: str, at: str) -> None:
         """Rows as they were gathered, [.., K and 32 rests of each block] -> the rows of the table [.., K]."""

@@ -18,7 +18,7 @@ from edgespec_export.bits.roundings import onnx_rounding
 from edgespec_export.bits.texts import Text, Texts
 from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.gguf.kernels import packed
-from edgespec_export.onnx.blocks import INT8, OFFSET4, parts, rounded, split_kind
+from edgespec_export.onnx.blocks import INT4, INT8, OFFSET4, parts, rounded, split_kind
 from edgespec_export.onnx.folder import DATA
 from edgespec_export.onnx.to_mixed import export_mixed
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
@@ -142,6 +142,16 @@ def test_every_matrix_in_offset4(families: dict[str, Path], tmp_path: Path, fami
     assert (
         nodes.count("ReduceMean") == 4 * layers + 1
     )  # attention, its output, gate and up, down; the output head
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_that_are_no_whole_blocks(tied: bool, tmp_path: Path) -> None:
+    """They are int4, and those of the embedding come without what fills up their last block."""
+    folder, out = make_model_folder(tmp_path / "model", hidden=80, tied=tied), tmp_path / "out"
+    kinds = {name: INT4 for name, tensor in read_tensors(folder).items() if len(tensor.shape) == 2}
+    export_mixed(folder, out, kinds, {})
+    check = Reference(folder, PROMPTS).check(ExportedFile("target", "onnxruntime", "mixed", out))
+    assert (check.engine_relative or 1.0) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])  # tied, untied, tied with biases
