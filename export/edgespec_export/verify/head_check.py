@@ -46,6 +46,9 @@ def check_head(
     if missing:
         check.broken.append(f"{len(missing)} tensors are absent ({missing[0]} ...)")
         return check
+    if not is_rounded(table, embedding):
+        check.broken.append("the table of token embeddings is not the target's")
+        return check
     engine = FeatureHead(file.path)
     seen, own, plain = list[Array](), list[Array](), list[Array]()
     try:
@@ -60,6 +63,15 @@ def check_head(
     measure(check, seen, plain, [Passage([0])] * len(texts))  # no perplexity: it does not write every token
     judge(check)
     return check
+
+
+def is_rounded(table: Tensor, embedding: Tensor) -> bool:
+    """Whether a table has an embedding's values, each to half a step: 127 steps are the largest of its row."""
+    if table.shape != embedding.shape:
+        return False
+    pieces = zip(table.split(1024), embedding.split(1024), strict=True)  # not all differences at once
+    half = 0.51 / 127  # with what floats round
+    return all(bool(((a - b).abs() <= half * b.abs().amax(1, keepdim=True)).all()) for a, b in pieces)
 
 
 def _in_pieces(engine: FeatureHead, tokens: Sequence[int], features: Array) -> Array:

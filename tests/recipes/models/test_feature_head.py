@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from edgespec_export.formats.export import ExportedFile
 from edgespec_export.onnx.head_graph import export_head, write_head_graph
+from edgespec_export.verify.head_check import check_head
 from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.losses.losses import fkl
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
@@ -16,13 +18,20 @@ from edgespec_recipes.stored.top_k import Store, records_of
 from edgespec_recipes.training.distill_head import HeadObjective, UnrolledHead, unrolled
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from edgespec_runtime.heads.feature_head import FeatureHead as HeadEngine
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from torch.nn import functional
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.head import head_numbers, head_weights, in_bytes, keep_in_bytes
+from edgespec.model_folder.head import (
+    HEAD_FILE,
+    WEIGHTS,
+    head_numbers,
+    head_weights,
+    in_bytes,
+    keep_in_bytes,
+)
 from edgespec.recipe.schema import DistillOptions
 
 SHAPE = ModelShape(
@@ -225,7 +234,7 @@ def test_a_head_that_lacks_a_layer_has_no_graph(
     """It ended in a traceback, behind the hours of the target's own export."""
     save_head(made(), tmp_path / "head", {})
     (tmp_path / "target").mkdir()
-    save_file({"model.embed_tokens.weight": text[1]}, tmp_path / "target" / "model.safetensors")
+    save_file({"model.embed_tokens.weight": text[1].numpy()}, tmp_path / "target" / "model.safetensors")
     export_head(tmp_path / "head", tmp_path / "target", tmp_path / "graph", "int8")
     settings = read_json(tmp_path / "head" / "head.json")
     settings["shape"]["layers"] += 1
@@ -263,3 +272,25 @@ def test_sizes_of_a_strangers_head_are_bounded(tmp_path: Path, value: object) ->
     write_json(tmp_path / "head" / "head.json", settings)
     with pytest.raises(BundleError, match="kv_heads"):
         HeadEngine(tmp_path / "head")
+
+
+def test_a_table_of_another_target_is_noticed(
+    text: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tmp_path: Path
+) -> None:
+    """The engine agrees with torch on it, since both read what the file has."""
+    ids, embedding, features = text
+    head, folder, graph = made(), tmp_path / "trained", tmp_path / "graph"
+    numbers = head_numbers(head.shape, ())
+    weights = {name: values.numpy() for name, values in head.state_dict().items()}
+    folder.mkdir()
+    write_json(folder / HEAD_FILE, {"shape": numbers})
+    save_file(weights, folder / WEIGHTS)
+    write_head_graph(graph, numbers, weights, embedding.numpy(), "int8")
+    file = ExportedFile("drafter", "onnxruntime", "int8", graph, is_head=True)
+    told = "the table of token embeddings is not the target's"
+
+    def broken(table: torch.Tensor) -> list[str]:
+        return check_head(file, folder, table, [ids[0].tolist()], [features[0]]).broken
+
+    assert told not in broken(embedding)
+    assert broken(embedding.flip(0)) == broken(embedding[:-1]) == [told]
