@@ -211,8 +211,12 @@ FAMILIES = {
 
 
 def family_named(model_type: str) -> Family:
-    """The record of a model_type; of one that is not known, a record that no format knows."""
-    return FAMILIES.get(model_type) or Family(model_type=model_type)
+    """The record of a model_type; of one that is not known, a record that no format knows.
+
+    transformers takes a Mistral model whose config.json lists the kinds of its layers for a "ministral" one, and saves it so.
+    """
+    known = FAMILIES.get("mistral" if model_type == "ministral" else model_type)
+    return known or Family(model_type=model_type)
 
 
 def with_architecture(gguf: str) -> Family:

@@ -9,7 +9,7 @@ import pytest
 from edgespec_runtime.untrusted import gguf_config
 
 from edgespec.core.errors import InputError
-from edgespec.core.families import FAMILIES, family_for, having, with_architecture
+from edgespec.core.families import FAMILIES, family_for, family_named, having, with_architecture
 from edgespec.core.shapes import ModelShape
 
 SIZES = {
@@ -28,6 +28,7 @@ def test_which_format_knows_which_family() -> None:
     assert having("subcloning") == ["llama", "mistral"]
     assert having("read_as_target") == ["llama", "qwen2", "qwen3", "smollm3"]
     assert with_architecture("llama") is FAMILIES["llama"]
+    assert family_named("ministral") is FAMILIES["mistral"]
 
 
 def test_a_second_family_of_an_architecture_takes_no_files_from_the_first(

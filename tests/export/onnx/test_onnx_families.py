@@ -12,7 +12,7 @@ from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.onnx import families as onnx_families
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
-from family_cases import CASES
+from family_cases import CASES, SLIDING
 from tiny_models import make_model_folder, torch_logits
 
 from edgespec.core.errors import EdgespecError, InputError
@@ -73,6 +73,17 @@ def test_a_config_may_say_otherwise_which_layers_have_no_rope(told: dict[str, An
     """By their period, or of more layers than there are."""
     model = make_model_folder(tmp_path / "model", "smollm3", layers=3, head_dim=16, no_rope_layers=[1, 0, 1])
     write_json(model / "config.json", read_json(model / "config.json") | told)
+    export_onnx(model, tmp_path / "onnx", "fp32")
+    assert difference(model, tmp_path / "onnx", TOKENS) < BOUND
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral"])
+def test_a_mistral_model_may_list_the_kinds_of_its_layers(kind: str, tmp_path: Path) -> None:
+    """transformers takes it for another family, whose name a model has that was tuned."""
+    kinds = ["full_attention", "sliding_attention"]
+    model = make_model_folder(tmp_path / "model", "ministral", tied=False, layer_types=kinds, **SLIDING)
+    config = read_json(model / "config.json")
+    write_json(model / "config.json", config | {"model_type": kind, "architectures": ["MistralForCausalLM"]})
     export_onnx(model, tmp_path / "onnx", "fp32")
     assert difference(model, tmp_path / "onnx", TOKENS) < BOUND
 
