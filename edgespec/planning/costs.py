@@ -180,8 +180,9 @@ def file_bytes(
 ) -> int:
     """Bytes of a model's weights in a file (ONNX: and its RoPE tables), or of those one token reads (`streamed`).
 
-    Static graphs hold an embedding's rows in floats and the output head apart, tied or not; QDQ matrices are int8. A head has one
-    file for every engine and precision, and in it the embedding of its `target`, in bytes with a float32 scale a row.
+    Static graphs hold an embedding's rows in floats and the output head apart, tied or not; QDQ matrices are int8. Half floats
+    are read as the float32 that ONNX Runtime makes of them. A head has one file for every engine and precision, and in it the
+    embedding of its `target`, in bytes with a float32 scale a row.
     """
     if shape.joining_parameters:
         if streamed or target is None:
@@ -192,7 +193,8 @@ def file_bytes(
         matrices = shape.layers * shape.layer_parameters + shape.embedding_parameters
         rows = 0 if streamed else shape.embedding_parameters
         return round(matrices * (FLOAT if precision == "fp32" else 1) + FLOAT * rows)
-    stored = exported_bytes(shape, precision, streamed=streamed)
+    widened = streamed and (engine, precision) == (ONNXRUNTIME, "fp16")
+    stored = exported_bytes(shape, "fp32" if widened else precision, streamed=streamed)
     if engine == ONNXRUNTIME and not streamed:
         stored += FLOAT * shape.context_length * shape.head_dim
         if precision in ("int4", "int8") and not shape.tied:  # an input embedding of its own stays in floats

@@ -218,8 +218,7 @@ def test_float16_weights_count_as_what_the_engine_makes_of_them() -> None:
         devices_fit.fit(profile("laptop-cpu-x86").writing(ExportOptions(onnx=(one,))), LLAMA, DRAFTER)
         for one in ("fp16", "fp32")
     )
-    assert half.needed == whole.needed
-    assert half.streamed["target"] < whole.streamed["target"]
+    assert (half.needed, half.streamed) == (whole.needed, whole.streamed)
 
 
 def test_a_large_output_head_is_there_twice_while_it_is_loaded() -> None:
