@@ -66,6 +66,12 @@ class Fit:
         fixed = self.needed - self.context * self.cache_per_token
         return max(0, (self.profile.memory_bytes - fixed) // self.cache_per_token)
 
+    @property
+    def mode(self) -> str:
+        """The mode in which a token reads `streamed`, in words, where the exact one reads more: it widens int8 to floats."""
+        widened = self.profile.engine == ONNXRUNTIME and self.profile.target == "int8"
+        return " in fast mode" if widened else ""
+
     def cure(self, flags: tuple[str, str] | None = None) -> str:
         """What would fit, where the pair does not. `flags`: for the context and for the precision, where they are no recipe's."""
         context, precision = flags or ("--export.context", f"--export.{FORMAT_OF[self.profile.engine]}")
@@ -92,8 +98,8 @@ class Fit:
         limit = self.profile.bandwidth_gb_s * 1e9 / self.streamed["target"]
         return (
             f"{table(('memory', 'how', 'bytes'), rows, left=2)}\n"
-            f"A token of the target reads {byte_size(self.streamed['target'])}: at {self.profile.bandwidth_gb_s:g} GB/s "
-            f"({self.profile.memory}) at most {limit:.3g} plain tokens a second; "
+            f"A token of the target reads {byte_size(self.streamed['target'])}{self.mode}: at "
+            f"{self.profile.bandwidth_gb_s:g} GB/s ({self.profile.memory}) at most {limit:.3g} plain tokens a second; "
             f"c = {self.streamed['drafter'] / self.streamed['target']:.2%} by bytes."
         )
 

@@ -127,7 +127,7 @@ def _device(
     if one is not None:
         longest = one.max_draft_length if one.draft_length is None else one.draft_length
         room, rates = fit(one, target, drafter, own_bytes(recipe)), rates_of_profile(one, share)
-        named = "with the target's own file" if room.own else one.target
+        named = "with the target's own file" if room.own else f"{one.target}{room.mode}"
         return room, [budget(target, drafter, one.engine, named, rates, longest, room.streamed)]
     ways = measured(target, drafter)
     if not ways:

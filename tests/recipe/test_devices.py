@@ -221,6 +221,14 @@ def test_float16_weights_count_as_what_the_engine_makes_of_them() -> None:
     assert (half.needed, half.streamed) == (whole.needed, whole.streamed)
 
 
+def test_int8_weights_that_a_token_reads_are_those_of_the_fast_mode() -> None:
+    """Exact mode widens them to floats, and reads nearly four times as much."""
+    laptop = profile("laptop-cpu-x86")
+    for name in ("int8", "int4"):
+        found = devices_fit.fit(laptop.writing(ExportOptions(onnx=(name,))), TINYLLAMA, DRAFTER)
+        assert ("B in fast mode: at 89.6 GB/s" in found.table()) == (name == "int8")
+
+
 def test_a_large_output_head_is_there_twice_while_it_is_loaded() -> None:
     """The peaks of SmolLM2-135M that were seen; its drafter that is a head is int8 beside every file."""
     target = shape_of_target("smollm2-135m-instruct")
