@@ -144,6 +144,11 @@ def file_cache_bytes(shape: ModelShape, rows: int, tokens: int) -> int:
     return min(cache_bytes(shape, rows, tokens), max(CACHE_BYTES, cache_bytes(shape, 1, tokens)))
 
 
+def file_rows(shape: ModelShape, rows: int, tokens: int) -> int:
+    """How many of `rows` texts a GGUF file writes at once, one at least. llama.cpp's cache is float16."""
+    return max(1, min(rows, CACHE_BYTES // (2 * cache_values(shape) * tokens)))
+
+
 def sampling_bytes(shape: ModelShape, rows: int) -> int:
     """The distributions one token of each of `rows` rows is drawn from."""
     return SAMPLING * shape.vocab_size * rows

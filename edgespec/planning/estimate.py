@@ -199,9 +199,10 @@ def writings(recipe: Recipe) -> list[Writing]:
 
 
 def _written(recipe: Recipe, writing: Writing, target: ModelShape, processes: int) -> StageCost:
-    how, at_once, new = recipe.inference, recipe.generate.batch_size, writing.new
-    length, rows = PROMPT_TOKENS + new, min(at_once, writing.texts)
+    how, new, length = recipe.inference, writing.new, PROMPT_TOKENS + writing.new
+    rows = min(recipe.generate.batch_size, writing.texts)
     cache_bytes = costs.file_cache_bytes if how.source == "file" else costs.cache_bytes
+    at_once = costs.file_rows(target, rows, length) if how.source == "file" else rows
     batches = math.ceil(writing.texts / (at_once * processes))
     cost = StageCost(
         writing.stage,
@@ -325,8 +326,7 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape, own: int 
         read = prompts * (length + len(options.draft_lengths) * PROMPT_TOKENS)
         flops += drafters * costs.forward_flops(model, checked + read, length)
         tokens += drafters * (checked + read)
-    rows = min(at_once, prompts)
-    memory = weights + costs.weight_bytes(drafter)
+    rows, memory = min(at_once, prompts), weights + costs.weight_bytes(drafter)
     memory += sum(costs.cache_bytes(model, rows, length) for model in (target, drafter))
     memory += costs.sampling_bytes(target, 2 * rows * (max(options.draft_lengths) + 1))
     plain = costs.decoding_bytes(target, each, at_once, longest)

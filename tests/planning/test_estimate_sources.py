@@ -60,6 +60,17 @@ def test_a_file_writes_as_many_texts_at_once_as_have_room() -> None:
     assert memory("torch", 64) - memory("torch", 32) == 32 * one
 
 
+def test_a_file_is_read_again_where_not_all_texts_have_room() -> None:
+    """Eight texts of 256 tokens of a 7B fill the 1 GiB of their cache, however many were asked for."""
+
+    def reading(source: str, at_once: int) -> float:
+        how = {"source": source, **SOURCES[source]}
+        return stages({"inference": how, "generate": {"batch_size": at_once}})["generate"].reading
+
+    assert reading("file", 64) == reading("file", 8) < reading("file", 4)
+    assert reading("torch", 64) < reading("torch", 8)
+
+
 def test_a_file_keeps_its_distributions_while_it_writes() -> None:
     file = {"inference": {"source": "file", **SOURCES["file"]}}
     found, torch = stages({**STORED, **file}), stages(STORED)

@@ -37,7 +37,6 @@ from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted
 
-CACHE_VALUE = 2  # bytes: llama.cpp's cache is float16
 COPIES = "copies"  # in edgespec's cache folder
 
 
@@ -203,13 +202,12 @@ class BatchWriter(Writer):
         self.precision = Precision(path.name, f"the target is {path} on {engine}, {note}")
         sizes = self.engine.vocab_size, self.engine.width
         self.wanted = wanted_of(target_folder, how, *sizes, top_k, features=options.features)
-        shape = ModelShape.from_config(read_config(target_folder))
-        self._token_bytes = CACHE_VALUE * costs.cache_values(shape)
+        self._shape = ModelShape.from_config(read_config(target_folder))
 
     def at_once(self, length: int) -> int:
         """How many texts of `length` tokens are written at once."""
         room = -(-length // CONTEXT_STEP) * CONTEXT_STEP
-        return max(1, min(self.options.batch_size, costs.CACHE_BYTES // (self._token_bytes * room)))
+        return costs.file_rows(self._shape, self.options.batch_size, room)
 
     def answers(self, number: int, requests: list[Request]) -> Answers:
         new = self.options.max_new_tokens
