@@ -173,7 +173,8 @@ def why_off(paces: Sequence[float], tokens: Sequence[float]) -> str:
     needed, has = _alpha(costs[length], length), _alpha(tokens[length], length)
     if costs[length] >= length + 1:
         return f"{drafts} and give {length + 1} tokens at most"
-    return f"{drafts}; the drafter would need α {needed:.2f}, it has {has:.2f}"
+    least, present = f"{needed:.2f}", f"{has:.2f}"
+    return f"{drafts}; the drafter would need α {'above ' * (least == present)}{least}, it has {present}"
 
 
 def _alpha(tokens: float, length: int) -> float:

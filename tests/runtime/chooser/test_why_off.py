@@ -56,3 +56,6 @@ def test_drafts_that_cannot_pay() -> None:
     assert why_off([1.0, 0.99, 1.0], [1.0, 1.2, 2.999]).endswith(
         "cost 1.21 plain steps here; the drafter would need α 0.21, it has 0.20"
     )
+    assert why_off([1.0, 0.999], [1.0, 1.6]).endswith(
+        "cost 1.60 plain steps here; the drafter would need α above 0.60, it has 0.60"
+    )
