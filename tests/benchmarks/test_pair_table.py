@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from edgespec_runtime.decoding.options import Block
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
 from edgespec.core.errors import InputError
@@ -14,6 +18,7 @@ from edgespec.core.files import write_json
 from edgespec.core.metrics import RawCounts
 
 pytest.importorskip("llama_cpp")
+from benchmarks.speed import against_llamacpp
 from benchmarks.speed.pair_table import CHOSEN, PLAIN, answered, checked_files, kept, main, parse, rivals_of
 
 pytestmark = pytest.mark.llamacpp
@@ -50,6 +55,24 @@ def test_what_was_measured_is_shown_whatever_ends_the_run(
     with pytest.raises(InputError, match="no-weights cannot be loaded"):
         main([str(bundle), *words])
     assert "| onnxruntime:fp32 exact " in capsys.readouterr().out
+
+
+def test_what_the_drafter_reads_behind_the_first_block_is_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks of two tokens; the last one has the drafter's first draft, and reading the prompt takes 4 of its 5 seconds."""
+    now = 0.0
+
+    def decoded(*given: Any) -> Iterator[Block]:
+        nonlocal now
+        for seconds, reading in ((3.0, 3.0), (1.0, 0.0), (5.0, 4.0)):
+            now += seconds
+            given[5].prefill_seconds += reading
+            yield Block((1, 2), 1, "")
+
+    monkeypatch.setattr(against_llamacpp, "decode", decoded)
+    monkeypatch.setattr(against_llamacpp, "perf_counter", lambda: now)
+    pair: Any = SimpleNamespace(target=None, draft=None)
+    rate, _ = against_llamacpp.ours(pair, 6)([1], 0.0)
+    assert rate == 4 / 2.0
 
 
 def test_questions_are_measured_once(bundle: Path, tmp_path: Path) -> None:
