@@ -37,8 +37,8 @@ from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from benchmarks.common import chat_of, command_line, numbers, same_options, whole_numbers, words
 from benchmarks.speed.against_llamacpp import Rates, Run, Timer, in_turns, native_loop, ours, python_binding
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, write_json
-from edgespec.core.manifest import read_manifest
+from edgespec.core.files import read_json, sha256_file, write_json
+from edgespec.core.manifest import MANIFEST, read_manifest
 from edgespec.core.metrics import RawCounts, bootstrap, median
 from edgespec.core.output import note
 from edgespec.core.table import interval, table
@@ -266,13 +266,14 @@ def show(
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
+    files = checked_files(given)
     if given.json:
+        given.manifest = sha256_file(given.bundle / MANIFEST)  # a bundle packed again has another one
         made = [given.json] if given.json.exists() else []
         same_options(given.json.with_suffix(".options.json"), given, made, *FREE)
     questions = round_robin(read_suite("built-in"))
     kinds = sorted({question.category for question in questions})
     questions = questions[: given.each * len(kinds)]
-    files = checked_files(given)
     of = {kind: [at for at, one in enumerate(questions) if one.category == kind] for kind in kinds}
     fixed = [f"γ = {length}" for length in given.draft_lengths]
     rows, by_kind, besides, others = [], [], [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from altered_bundle import change_manifest
 from edgespec_runtime.decoding.options import Block
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
@@ -55,6 +57,20 @@ def test_what_was_measured_is_shown_whatever_ends_the_run(
     with pytest.raises(InputError, match="no-weights cannot be loaded"):
         main([str(bundle), *words])
     assert "| onnxruntime:fp32 exact " in capsys.readouterr().out
+
+
+def test_what_was_measured_of_a_bundle_is_not_mixed_with_another_one_under_its_name(
+    bundle: Path, tmp_path: Path
+) -> None:
+    again = shutil.copytree(bundle, tmp_path / "bundle")
+    rates = dict.fromkeys((PLAIN, "γ = 1", CHOSEN), [50.0] * 7)
+    found = {"rates": rates, "counts": {name: asdict(RawCounts(2, 1, 0, 3, [1], [1])) for name in rates}}
+    write_json(tmp_path / "found.json", {"onnxruntime:fp32, T = 0": found})
+    words = [str(again), *SHORT, "--each", "1", "--json", str(tmp_path / "found.json")]
+    assert main(words) == main(words) == 0
+    change_manifest(again, lambda value: value["provenance"].update(seed=7))
+    with pytest.raises(SystemExit, match=r"made with other options \(manifest was "):
+        main(words)
 
 
 def test_what_the_drafter_reads_behind_the_first_block_is_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
