@@ -58,7 +58,7 @@ class StageCost:
 
     `disk`: what it leaves there at its largest. `passing`: what lies beside that at most, and is deleted before the stage ends.
     `reading`: bytes of weights and caches that each of its processes reads for one token after another. `on_gpu`: bytes of memory
-    that a GPU takes beside `memory`.
+    that a GPU takes beside `memory`. `on_host`: it runs on the processor, whatever trains.
     """
 
     stage: str
@@ -69,6 +69,7 @@ class StageCost:
     passing: int = 0
     reading: float = 0.0
     on_gpu: int = 0
+    on_host: bool = False
 
     @property
     def folder(self) -> str:
@@ -319,8 +320,7 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape, own: int 
             weights, each = own, own / target.parameters
     longest, prompts = options.max_new_tokens, options.prompts
     length, new = PROMPT_TOKENS + longest, prompts * longest
-    flops = costs.decoding_flops(target, prompts, PROMPT_TOKENS, longest)
-    tokens = prompts * length
+    flops, tokens = costs.decoding_flops(target, prompts, PROMPT_TOKENS, longest), prompts * length
     for model, extra in ((target, 1), (drafter, 0)):
         checked = new * sum(gamma + extra for gamma in options.draft_lengths)
         read = prompts * (length + len(options.draft_lengths) * PROMPT_TOKENS)
@@ -333,8 +333,8 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape, own: int 
     drafted = costs.decoding_bytes(drafter, costs.FLOAT, at_once, longest)
     speculative = sum(plain + (gamma + 1) * drafted for gamma in options.draft_lengths)
     reading = math.ceil(prompts / at_once) * (plain + drafters * speculative)
-    times = len(SAMPLINGS)
-    return StageCost("evaluate", times * tokens, times * flops, memory, 0, reading=times * reading)
+    times, host = len(SAMPLINGS), drafter.joins
+    return StageCost("evaluate", times * tokens, times * flops, memory, 0, 0, times * reading, on_host=host)
 
 
 def estimate(

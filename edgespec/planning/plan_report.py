@@ -95,6 +95,11 @@ def _assumptions(plan: Plan) -> list[str]:
             f"Assumed: training reaches {plan.options.mfu:.0%} of those FLOP/s (--mfu), decoding "
             f"{plan.options.bandwidth_share:.0%} of the bandwidth (--bandwidth-share)."
         )
+        if plan.drafter.joins:
+            lines.append(
+                "A head is measured on the processor, whose rates are not known here: evaluate is timed as on one GPU, and takes "
+                "longer."
+            )
     elif one.free < QUIET:
         lines.append(
             f"Other programs held {1 - one.free:.0%} of the processors while this was measured: on a quiet machine it is faster."

@@ -111,7 +111,7 @@ def stage_times(
         read = max(cost.memory, PUBLISHED_BYTES * target.parameters) if cost.memory else 0
         writing = (cost.disk + cost.passing + read) / DISK_RATE if cost.stage in ON_HOST else 0.0
         seconds, binds = max((computing, "arithmetic"), (reading, "memory"), (writing, "disk"))
-        elsewhere = cost.stage in ON_HOST and not hardware.measured
+        elsewhere = (cost.on_host or cost.stage in ON_HOST) and not hardware.measured
         memory = cost.memory + (0 if hardware.measured else cost.on_gpu)
         fits = elsewhere or not hardware.memory or memory <= hardware.memory
         found.append(StageTime(cost, devices, seconds, memory, fits, binds))

@@ -116,7 +116,7 @@ def shortages(
     if room.memory is not None:
         where = "on the GPU" if room.on_gpu else "on this machine"
         for stage in stages:
-            if room.on_gpu and stage.stage in ON_HOST:
+            if room.on_gpu and (stage.on_host or stage.stage in ON_HOST):
                 continue
             sharing = room.sharing if stage.stage in TOGETHER else 1
             memory = sharing * (stage.memory + RUNNING + (stage.on_gpu if room.on_gpu else 0))

@@ -18,6 +18,8 @@ from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
 from edgespec.planning.estimate import StageCost, estimate
 from edgespec.planning.export_costs import opened_bytes
+from edgespec.planning.hardware import Hardware
+from edgespec.planning.plan_stages import stage_times
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
@@ -109,3 +111,11 @@ def test_a_head_is_measured_on_the_first_of_its_targets_files() -> None:
     assert small.reading < large.reading
     assert measured(own=12345, gguf=["f16"]).memory == rest + 12345
     assert measured(own=12345, onnx=["int4"], gguf=["f16"]) == small
+
+
+def test_a_head_is_measured_on_the_processor_whatever_trains_it() -> None:
+    """The files run on no GPU: its memory is not asked for them."""
+    recipe, card = recipe_of(), Hardware("a small card", 1, 1e12, 1e11, 2**20)
+    found = stage_times(recipe, TARGET, derive(TARGET, recipe.drafter), card, 0.5, 0.5)
+    fits = {time.cost.stage: time.fits for time in found}
+    assert (fits["distill"], fits["evaluate"]) == (False, True)

@@ -177,12 +177,13 @@ def test_a_plan_of_a_checkpoint_and_a_teacher(
     assert f"prompts of {PROMPT_TOKENS} tokens" in out
 
 
-def test_a_head_that_goes_on_is_planned_as_it_is(tmp_path: Path) -> None:
+def test_a_head_that_goes_on_is_planned_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ready = in_recipes("ready", "smollm2-135m-instruct")
     head = ("--drafter.kind", "head", "--drafter.init", "checkpoint", "--drafter.checkpoint", str(ready))
     kept = ("--generate.features", "--distill.target-side", "stored", "--distill.text-fraction", "0")
     found = as_json(tmp_path, "plan", "--target", "smollm2-135m-instruct", "--gpus", "1xH100", *head, *kept)
     assert found["drafter"]["parameters"] == 8_923_968
+    assert "evaluate is timed as on one GPU, and takes longer." in capsys.readouterr().out
 
 
 def test_the_other_answers_take_their_own_options_alone(capsys: pytest.CaptureFixture[str]) -> None:

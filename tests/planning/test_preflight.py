@@ -75,6 +75,12 @@ def test_a_gpu_is_not_asked_for_what_the_machine_does() -> None:
     assert len(shortages(stages, Room(4 * GIB, 3 * GIB), HERE)) == 1
 
 
+def test_a_gpu_is_not_asked_for_what_runs_on_the_processor() -> None:
+    stages = [StageCost("evaluate", 0, 0.0, 50 * GIB, 0, on_host=True)]
+    assert shortages(stages, Room(GIB, GIB, on_gpu=True), HERE) == []
+    assert len(shortages(stages, Room(GIB, GIB), HERE)) == 1
+
+
 def test_a_gpu_takes_more_for_a_training() -> None:
     stages = [StageCost("distill", 0, 0.0, GIB, 0, on_gpu=GIB)]
     assert shortages(stages, Room(GIB, GIB + RUNNING), HERE) == []
