@@ -112,7 +112,8 @@ def measured(target: ModelShape, drafter: ModelShape) -> list[Way]:
         # a type that costs.py does not know takes its bytes of both models' weights alike, as f16 does
         known = precision if precision in costs.EXPORTED_BYTES else "f16"
         ratio = _streamed(drafter, engine, known) / _streamed(target, engine, known)
-        ways.append(Way(f"{engine} {precision}", True, kept.source, kept.costs.nearest(CONTEXT), ratio))
+        name = f"{engine} {precision}{', fast mode' * kept.subject.fast_graph}"
+        ways.append(Way(name, True, kept.source, kept.costs.nearest(CONTEXT), ratio))
     return ways
 
 

@@ -132,6 +132,19 @@ def test_costs_of_a_file_type_that_the_plan_does_not_know(
     assert way.byte_ratio == pytest.approx(DRAFTER.streamed_parameters / TARGET.streamed_parameters)
 
 
+def test_costs_of_the_fast_mode_are_a_way_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    shapes = {"target": outline(TARGET), "drafter": outline(DRAFTER)}
+    exact = Subject(shapes, {}, "onnxruntime", "int8", 2, None, 512)
+    fast = replace(exact, files={"the fast graph": "0" * 64}, fast_graph=True)
+    for subject, step in ((exact, 0.2), (fast, 0.1)):
+        store_costs(subject, Costs((200,), ((step,) * 8,), (0.002,)), seconds=5.0)
+    rates = {way.name: way.at.plain_rate for way in measured(TARGET, DRAFTER)}
+    assert rates == {"onnxruntime int8": 5.0, "onnxruntime int8, fast mode": 10.0}
+
+
 @pytest.mark.llamacpp
 def test_what_doctor_keeps_is_found(both: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))

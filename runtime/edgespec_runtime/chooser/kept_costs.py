@@ -43,6 +43,7 @@ class Subject:
         shapes: `outline` of each model, by role.
         files: sha256 of every model file, by path; none for random weights of these shapes.
         flash_attention: None where the engine has no such choice.
+        fast_graph: the target ran from its graph of the fast mode (ONNX Runtime).
     """
 
     shapes: dict[str, dict[str, Any]]
@@ -52,10 +53,14 @@ class Subject:
     threads: int
     flash_attention: bool | None
     context_length: int
+    fast_graph: bool = False
 
     def file(self) -> Path:
         """Where its costs are kept. This machine and the engine's version are part of the name: others find no costs here."""
-        named = [asdict(self), asdict(this_device()), engine_version(self.engine)]
+        told = asdict(self)
+        if told["fast_graph"] is False:  # what was kept before there was this field counts on
+            del told["fast_graph"]
+        named = [told, asdict(this_device()), engine_version(self.engine)]
         digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
         return cache_folder() / FOLDER / f"{self.engine}-{self.precision}-{digest[:16]}.json"
 
@@ -94,7 +99,8 @@ def subject_of(pair: Pair) -> Subject:
             files[model.vocabulary] = manifest.files[model.vocabulary].sha256
     shapes = {role: outline(model.shape) for role, model in roles.items()}
     context = pair.target.engine.context_length
-    return Subject(shapes, files, pair.backend, pair.precision, pair.threads, pair.flash_attention, context)
+    how = pair.backend, pair.precision, pair.threads, pair.flash_attention
+    return Subject(shapes, files, *how, context, pair.fast_graph)
 
 
 def store_costs(
@@ -118,7 +124,7 @@ def load_costs(pair: Pair, note: Callable[[str], None], *, at_least_seconds: flo
 
 
 def kept_for(target: ModelShape, drafter: ModelShape) -> list[Kept]:
-    """Costs of these two shapes on this machine: of each engine and precision those measured longest, the latest of equals."""
+    """Costs of these shapes on this machine: of each engine, precision and mode those measured longest, the latest of equals."""
     shapes = {"target": outline(target), "drafter": outline(drafter)}
     folder = cache_folder() / FOLDER
     # glob fails in a folder that is shut to us
@@ -126,7 +132,7 @@ def kept_for(target: ModelShape, drafter: ModelShape) -> list[Kept]:
     paths = sorted(files, key=lambda path: path.stat().st_mtime)
     found = [kept for path in paths if (kept := _read(path, lambda _: None)) is not None]
     best = {
-        (kept.subject.engine, kept.subject.precision): kept
+        (kept.subject.engine, kept.subject.precision, kept.subject.fast_graph): kept
         for kept in sorted(found, key=lambda kept: kept.seconds)
         if kept.subject.shapes == shapes
     }
