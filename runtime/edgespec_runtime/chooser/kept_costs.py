@@ -57,10 +57,7 @@ class Subject:
 
     def file(self) -> Path:
         """Where its costs are kept. This machine and the engine's version are part of the name: others find no costs here."""
-        told = asdict(self)
-        if told["fast_graph"] is False:  # what was kept before there was this field counts on
-            del told["fast_graph"]
-        named = [told, asdict(this_device()), engine_version(self.engine)]
+        named = [asdict(self), asdict(this_device()), engine_version(self.engine)]
         digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
         return cache_folder() / FOLDER / f"{self.engine}-{self.precision}-{digest[:16]}.json"
 
