@@ -104,6 +104,8 @@ VERBS = {
 }
 RESUMES = {"plan", "build-drafter", "export", "push", "pull", "study"}
 """Verbs that go on where they were interrupted."""
+WRITTEN = ("json", "plot")
+"""Options of verbs that name a file, which is written when all is measured."""
 PROCESSES = "edgespec_recipes.parallel.processes"
 """The room that a verb has loaded where several processes of torchrun may run it."""
 
@@ -217,7 +219,7 @@ def _run(arguments: list[str]) -> int:
         overview.parse_args(arguments)
         overview.print_help()
         return DONE
-    from edgespec.core.output import verb_output
+    from edgespec.core.output import check_place, verb_output
     from edgespec.shell.environment import share_processors
 
     refuse_old_name(arguments)
@@ -228,6 +230,8 @@ def _run(arguments: list[str]) -> int:
     chosen = settings(name, module, given(parser.parse_intermixed_args(rest)))
     with verb_output(chosen.values.get("json", ""), quiet=chosen.every.quiet):
         try:
+            for option in WRITTEN:
+                check_place(chosen.values.get(option, ""))
             code: int = module.run(_with_bundle(chosen.values))
         except InputError as error:
             if where := chosen.origins_named_in(str(error)) + _of_home(error):

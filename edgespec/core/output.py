@@ -6,15 +6,18 @@ progress off. Results and errors stay.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TextIO
 
-from edgespec.core.files import write_json, write_text
+from edgespec.core.files import write_json, write_text, writing
+from edgespec.core.free_space import folder_at
 from edgespec.core.options import knob, shell_line
 from edgespec.core.texts import harmless, printable_json, without_nan
 
@@ -55,6 +58,22 @@ def verb_output(json: str = "", *, quiet: bool = False) -> Iterator[None]:
             yield
     finally:
         _now = before
+
+
+def check_place(name: str) -> None:
+    """Raise InputError where no file `name` can be written: asked before what goes there is measured. It writes nothing.
+
+    '' and '-' are no files.
+    """
+    if name in ("", STANDARD_OUTPUT):
+        return
+    place = Path(name).expanduser()
+    with writing(place):
+        if place.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a file is wanted")
+        folder = next(filter(Path.exists, place.parents), folder_at(place))
+        with TemporaryFile(dir=folder):  # the folders below it are made with the file
+            pass
 
 
 def write_result(json: str, found: Any, form: Callable[[Any], str] | None = None) -> None:

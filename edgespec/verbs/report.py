@@ -16,6 +16,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_text
 from edgespec.core.options import from_mapping, knob
+from edgespec.core.output import check_place
 from edgespec.core.pictures import require_matplotlib
 
 MOST_SOURCES = 64  # eight runs with every kind of file
@@ -40,6 +41,7 @@ def run(given: dict[str, Any]) -> int:
     out = Path(options.out).expanduser()
     if out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out is {options.out!r}; a name that ends with .html is wanted")
+    check_place(options.out)
     require_matplotlib()
     from edgespec.report.gather import gather
     from edgespec.report.page import page

@@ -18,7 +18,7 @@ from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.files import compact_json, read_object, write_text
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import command_line, from_mapping, knob
-from edgespec.core.output import json_knob, write_result
+from edgespec.core.output import check_place, json_knob, write_result
 from edgespec.core.table import interval
 from edgespec.core.texts import harmless
 from edgespec.recipe.shipped import file_named, in_recipes, load_recipe
@@ -74,6 +74,7 @@ def run(given: dict[str, Any]) -> int:
     report = Path(options.results).expanduser() if options.results else out / "results.md"
     if report.suffix != ".md":
         raise InputError(f"results is {options.results!r}; give a file that ends with .md")
+    check_place(str(report))
     if not options.render:
         study = _open(options)
         for package in ("torch", "transformers", "accelerate", "matplotlib"):

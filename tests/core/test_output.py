@@ -16,7 +16,7 @@ from edgespec.cli import VERBS, main, parser_of
 from edgespec.core import progress as progress_module
 from edgespec.core.files import compact_json
 from edgespec.core.options import given
-from edgespec.core.output import next_step, note, step, verb_output, write_result
+from edgespec.core.output import check_place, next_step, note, step, verb_output, write_result
 from edgespec.core.progress import progress
 
 NO_TABLE = {"chat", "serve", "completion", "report"}
@@ -61,6 +61,38 @@ def test_json_replaces_the_table_and_a_file_does_not(
     assert main([*words, "--json", str(file), "--quiet"]) == 0
     said = capsys.readouterr()
     assert (said.out, said.err) == (table, "")
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("file/found", "a file stands where a folder is wanted"), ("folder", "it is a folder")]
+)
+@pytest.mark.parametrize(
+    ("words", "suffix"),
+    [
+        (["targets", "--json"], ".json"),
+        (["bench", "smollm2-135m-instruct", "--plot"], ".png"),
+        (["tradeoff", "bundle", "--markdown"], ".md"),
+        (["report", "bundle", "--out"], ".html"),
+        (["study", "--results"], ".md"),
+    ],
+    ids=lambda words: "".join(words[:1]),
+)
+def test_a_file_that_has_no_place_is_refused_before_anything_is_measured(
+    words: list[str], suffix: str, place: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / f"folder{suffix}").mkdir()
+    file = tmp_path / f"{place}{suffix}"
+    assert main([*words, str(file)]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith(f"edgespec: cannot write {file}: {why} ")
+
+
+def test_a_place_that_is_looked_at_stays_as_it_is(tmp_path: Path) -> None:
+    for name in ("", "-", str(tmp_path / "new" / "below" / "found.json"), str(tmp_path / "found.json")):
+        check_place(name)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_said_where(capsys: pytest.CaptureFixture[str]) -> None:

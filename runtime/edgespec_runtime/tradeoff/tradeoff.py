@@ -18,7 +18,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import compact_json, read_json, read_jsonl, write_text
 from edgespec.core.manifest import HEAD, open_manifest
 from edgespec.core.options import from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import json_knob, note, write_result
+from edgespec.core.output import check_place, json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
 from edgespec.core.texts import harmless
@@ -274,6 +274,7 @@ def run(given: dict[str, Any]) -> int:
         raise InputError(
             "--json and --title have no effect with --render, which measures nothing; leave one of them out"
         )
+    check_place(options.markdown)
     if options.plot:
         require_matplotlib()
     if options.render:
