@@ -114,7 +114,7 @@ def folder_at(place: Path) -> Path:
     Raises InputError where there is none, as on a drive of Windows that is not there.
     """
     folder = place
-    while not folder.is_dir():
+    while not os.path.isdir(folder):  # Path.is_dir fails at a name that is too long
         if folder == folder.parent:
             raise InputError(f"{place} lies on {folder}, which is not there; choose another place")
         folder = folder.parent

@@ -53,11 +53,10 @@ def test_a_drive_that_is_not_there() -> None:
         def __init__(self, name: str, parent: Any = None) -> None:
             self.name, self.parent = name, parent or self
 
-        def is_dir(self) -> bool:
-            return False
-
-        def __str__(self) -> str:
+        def __fspath__(self) -> str:
             return self.name
+
+        __str__ = __fspath__
 
     place: Any = Place("Q:\\pairs\\mine", Place("Q:\\pairs", Place("Q:\\")))
     with pytest.raises(InputError, match=r"Q:\\pairs\\mine lies on Q:\\, which is not there"):

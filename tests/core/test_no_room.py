@@ -23,6 +23,8 @@ from tiny_models import make_model_folder
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError, NoRoom, OneProcessError
+from edgespec.core.files import writing
+from edgespec.core.free_space import folder_at
 from edgespec.core.no_room import _full, write_error
 from edgespec.recipe.schema import ExportOptions
 
@@ -118,6 +120,13 @@ def test_no_place_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: p
     message = write_error("/tmp/x", caught.value)
     assert isinstance(message, OneProcessError)
     assert str(message).startswith(f"no folder takes temporary files, of [{place!r}]; make room in one of")
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
+    long = tmp_path / ("a" * 300)
+    assert folder_at(long) == tmp_path
+    with pytest.raises(OneProcessError, match=f"cannot write {long}: the name is too long"), writing(long):
+        long.write_text("")
 
 
 def test_windows_says_it_by_numbers_of_its_own(tmp_path: Path) -> None:
