@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from edgespec.core.errors import InputError
@@ -123,7 +124,12 @@ def folder_at(place: Path) -> Path:
 
 def bytes_in(folder: Path) -> int:
     """Bytes of all files in a folder; 0 for one that is not there."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    found = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # another process has deleted it meanwhile
+                found += os.stat(os.path.join(place, name)).st_size
+    return found
 
 
 def free_disk(place: Path) -> int:

@@ -38,9 +38,17 @@ def found() -> list[Found]:
         if file.is_file()
     ]
     unique = {file.resolve(): file for file in reversed(manifests)}.values()
-    newest = sorted(unique, key=lambda file: file.stat().st_mtime, reverse=True)
+    newest = sorted(unique, key=_changed, reverse=True)
     here = [bundle for file in newest[:MOST] if (bundle := _described(file.parent)) is not None]
     return [*here, *(_ready(name, drafter) for name, drafter in ready_folders().items())]
+
+
+def _changed(file: Path) -> float:
+    """When a file was written; 0 where it is gone meanwhile."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _described(folder: Path) -> Found | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ import pytest
 
 from edgespec.core import free_space
 from edgespec.core.errors import InputError
-from edgespec.core.free_space import available_in, folder_at, free_disk, free_memory, processor_limit
+from edgespec.core.free_space import (
+    available_in,
+    bytes_in,
+    folder_at,
+    free_disk,
+    free_memory,
+    processor_limit,
+)
 
 
 def write_groups(
@@ -61,6 +69,25 @@ def test_a_drive_that_is_not_there() -> None:
     place: Any = Place("Q:\\pairs\\mine", Place("Q:\\pairs", Place("Q:\\")))
     with pytest.raises(InputError, match=r"Q:\\pairs\\mine lies on Q:\\, which is not there"):
         folder_at(place)
+
+
+def test_files_that_go_while_they_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a build that ends its files in the same folder."""
+    real, files = os.stat, [tmp_path / "below" / "one", tmp_path / "below" / "another"]
+    files[0].parent.mkdir()
+    for file in files:
+        file.write_bytes(bytes(7))
+    assert (bytes_in(tmp_path), bytes_in(tmp_path / "absent")) == (14, 0)
+
+    def stat(path: Any, **how: Any) -> os.stat_result:
+        found = real(path, **how)
+        if Path(path) in files:
+            for file in files:
+                file.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert bytes_in(tmp_path) == 7
 
 
 @pytest.mark.parametrize(

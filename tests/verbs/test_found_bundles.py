@@ -72,6 +72,18 @@ def test_a_ready_pair_says_what_it_still_needs(here: Path, monkeypatch: pytest.M
         assert bool(words) == ("; " in found()[-1].about)
 
 
+def test_a_bundle_that_goes_while_it_is_looked_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a build packs it anew."""
+    real = Path.resolve
+
+    def resolve(file: Path, strict: bool = False) -> Path:
+        (here / "pulled" / MANIFEST).unlink(missing_ok=True)
+        return real(file, strict)
+
+    monkeypatch.setattr(Path, "resolve", resolve)
+    assert [one.name for one in found()] == ["build/mine/bundle", NAME]
+
+
 def test_names_that_would_write_to_the_terminal_are_left_out(here: Path, bundle: Path) -> None:
     shutil.copytree(bundle, here / "\x1b[2J")
     assert "\x1b[2J" not in [one.name for one in found()]
