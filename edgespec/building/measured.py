@@ -13,10 +13,10 @@ from subprocess import STDOUT, Popen
 from tempfile import TemporaryFile
 
 from edgespec.core.errors import EdgespecError
+from edgespec.core.no_room import killed
 
 LOOK = 0.1  # seconds between two looks at the memory that is the program's own
 LAST_LINES = 3
-KILLED = -9  # by SIGKILL
 UNIT = 1 if sys.platform == "darwin" else 1024  # bytes that an account of memory counts in
 
 
@@ -55,9 +55,7 @@ def run_measured(argv: Sequence[str], log: Path, given: str = "") -> Usage:
             raise
     if process.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_LINES:]
-        how = f"ended with {process.returncode}"
-        if process.returncode == KILLED:
-            how = "was killed, as the system does where no memory is left (close other programs and run it again)"
+        how = killed(process.returncode) or f"ended with {process.returncode}"
         raise EdgespecError(f"{' '.join(argv[1:5])} ... {how}: {' / '.join(lines)}; its output is in {log}")
     if peak <= _peak_here():
         peak = seen["VmHWM"] or peak

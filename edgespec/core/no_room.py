@@ -36,6 +36,7 @@ _WINDOWS_ABSENT = 3  # a folder on the way, or the drive
 _WINDOWS_DENIED = 5  # also of what a program has mapped
 _WINDOWS_FULL = (39, 112)  # Rust prints these
 _NO_SCRATCH = "No usable temporary directory found in "  # the words of Python's tempfile
+_KILLED = -9  # by SIGKILL
 _ALLOCATOR = re.compile(r"DefaultCPUAllocator: (.+)")  # torch's, of the machine's own memory
 _CUT_SHORT = re.compile(  # NumPy's words, torch's, llama.cpp's
     r"^\d+ requested and \d+ written|inline_container.*unexpected pos|PytorchStreamWriter failed writing|iostream error"
@@ -95,6 +96,12 @@ def memory_error(error: BaseException) -> OneProcessError | None:
         f"no memory is left{f' ({told})' if told else ''}; end other programs and run the same command again, or give a "
         f"shorter --context, or {smaller}"
     )
+
+
+def killed(code: int) -> str:
+    """What to say of a program that the system killed, by its exit code; '' of any other."""
+    words = "was killed, as the system does where no memory is left (close other programs and run it again)"
+    return words if code == _KILLED else ""
 
 
 def _message(path: Path | str, reason: str, wanted: int) -> str:

@@ -23,6 +23,7 @@ from typing import Any, Self
 from edgespec_runtime.decoding.options import DecodingOptions
 
 from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.no_room import killed
 from edgespec_export.other_engines.engines import Answer, OtherEngine, until_stop
 from edgespec_export.other_engines.other_engines import DRAFT_LENGTH
 
@@ -77,7 +78,7 @@ class LlamaSpeculativeSimple(OtherEngine):
                     )  # fmt: skip
                 log = done.stderr.decode("utf-8", "replace")
                 if done.returncode:
-                    raise EdgespecError(f"{self.name} ended with code {done.returncode}: {_last(log)}")
+                    raise EdgespecError(f"{self.name} {_ended(done.returncode)}: {_last(log)}")
                 counts = {name: int(value) for name, value in COUNTS.findall(log)}
                 if len(counts) == 3:
                     break
@@ -123,7 +124,7 @@ class LlamaServer(OtherEngine):
             self._end()
             raise
         code = self._process.poll()
-        told = f"was not ready after {START_SECONDS:.0f} s" if code is None else f"ended with code {code}"
+        told = f"was not ready after {START_SECONDS:.0f} s" if code is None else _ended(code)
         raise EdgespecError(f"{self.name} {told}: {self._end()}")
 
     def __exit__(self, *_: object) -> None:
@@ -177,6 +178,10 @@ def _drawn(how: DecodingOptions) -> list[str]:
     cuts = ("--top-k", "0", "--top-p", "1", "--min-p", "0")
     seed = str(how.seed or 0)
     return ["-n", str(how.max_new_tokens), "--temp", f"{how.temperature:g}", "--seed", seed, *cuts]
+
+
+def _ended(code: int) -> str:
+    return killed(code) or f"ended with code {code}"
 
 
 def _last(log: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from edgespec.core.errors import DONE, EdgespecError, InputError, did_you_mean
 from edgespec.core.files import read_json
-from edgespec.core.no_room import write_error
+from edgespec.core.no_room import killed, write_error
 from edgespec.model_folder.chat_template import MORE_TEMPLATES
 from edgespec.model_folder.check import refuse_quantised
 from edgespec.recipe.targets import LOCAL, TARGETS, TINY_CHAT, FoundTarget, is_hub_id
@@ -62,13 +62,14 @@ def resolve_target(name: str) -> FoundTarget:
 def _make_alone() -> None:
     """Train tiny-chat in a process that knows nothing of torchrun: its batch of one cannot be shared.
 
-    Raises EdgespecError where that process fails; it has said why.
+    Raises EdgespecError where that process fails; it has said why, unless it was killed.
     """
     known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in known}
     program = "from edgespec_recipes.target_names.resolve import make_or_say; raise SystemExit(make_or_say())"
-    if subprocess.run([sys.executable, "-c", program], env=environment).returncode:
-        raise EdgespecError(f"{TINY_CHAT} could not be made; what stands above says why")
+    if code := subprocess.run([sys.executable, "-c", program], env=environment).returncode:
+        why = f"its training {told}" if (told := killed(code)) else "what stands above says why"
+        raise EdgespecError(f"{TINY_CHAT} could not be made; {why}")
 
 
 def make_or_say() -> int:

@@ -224,6 +224,7 @@ def test_how_llama_speculative_simple_is_called(tmp_path: Path) -> None:
             "import sys; sys.exit('unknown model architecture')",
             "ended with code 1: unknown model architecture",
         ),
+        ("import os; os.kill(os.getpid(), 9)", "was killed, as the system does where no memory is left"),
         ("print('a reply')", "printed no counts in 40 runs"),
     ],
 )
@@ -304,6 +305,9 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     path = program(tmp_path, "llama-server", "import sys; sys.exit('failed to load the model')")
     engine = LlamaServer(path, tmp_path, tmp_path, 64, STOPS)
     with pytest.raises(EdgespecError, match="llama-server ended with code 1: failed to load the model"):
+        engine.__enter__()
+    program(tmp_path, "llama-server", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(EdgespecError, match="llama-server was killed, as the system does where no memory"):
         engine.__enter__()
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
@@ -67,6 +68,9 @@ def test_what_stops_its_making_under_torchrun_is_one_line(
         resolve.resolve_target("tiny-chat")
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith(f"edgespec: cannot write {tmp_path / 'file'}")
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: CompletedProcess([], -9))
+    with pytest.raises(EdgespecError, match="tiny-chat could not be made; its training was killed, as the"):
+        resolve.resolve_target("tiny-chat")
 
 
 def test_another_recipe_is_another_folder(built: Path) -> None:
