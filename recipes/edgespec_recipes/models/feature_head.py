@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import whole_folder, write_json
+from edgespec.core.no_room import memory_error
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import (
     HEAD_FILE,
@@ -187,7 +188,7 @@ def save_head(head: FeatureHead, folder: Path, provenance: dict[str, Any]) -> No
 
 
 def load_head(folder: Path) -> FeatureHead:
-    """Raises InputError where the folder holds no head, or weights of another shape."""
+    """Raises InputError where the folder holds no head, or weights of another shape, or memory is used up."""
     if not (folder / HEAD_FILE).is_file():
         raise InputError(f"{folder} has no {HEAD_FILE}; give the folder of a head")
     try:
@@ -197,5 +198,7 @@ def load_head(folder: Path) -> FeatureHead:
         head.load_state_dict(weights)
     except RuntimeError as error:
         why = " ".join(str(error).split())[:200]  # torch's has several lines
-        raise InputError(f"{folder} is not a head: {why}; build the drafter again") from error
+        raise memory_error(error) or InputError(
+            f"{folder} is not a head: {why}; build the drafter again"
+        ) from error
     return head

@@ -152,7 +152,8 @@ class StaticEngine:
             raise
         except Exception as error:  # the engines' exception classes have no base of their own
             raise BundleError(
-                f"{backend} cannot run {folder}: {str(error)[:300]}; export the model again"
+                f"{backend} cannot run {folder}: {str(error)[:300]}; close other programs where memory is short, else export "
+                "the model again"
             ) from error
 
     def feeds(self, tokens: Sequence[int]) -> tuple[str, Feeds]:

@@ -57,7 +57,8 @@ class FeatureHead(InPlaceGraph):
         # ONNX Runtime has an exception class for every status, with no base of their own
         except Exception as error:
             raise BundleError(
-                f"ONNX Runtime cannot run {folder / GRAPH}: {str(error)[:300]}; export the drafter again"
+                f"ONNX Runtime cannot run {folder / GRAPH}: {str(error)[:300]}; "
+                "give a shorter --context where memory is short, else export the drafter again"
             ) from error
 
     def _bind(self, shape: dict[str, int]) -> None:

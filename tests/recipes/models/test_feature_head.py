@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from edgespec_export.onnx.head_graph import export_head, write_head_graph
 from edgespec_export.verify.head_check import check_head
 from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.losses.losses import fkl
+from edgespec_recipes.models import feature_head
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
 from edgespec_recipes.stored.top_k import Store, records_of
 from edgespec_recipes.training.distill_head import HeadObjective, UnrolledHead, unrolled
@@ -21,7 +23,7 @@ from edgespec_runtime.heads.feature_head import FeatureHead as HeadEngine
 from safetensors.numpy import save_file
 from torch.nn import functional
 
-from edgespec.core.errors import BundleError, InputError
+from edgespec.core.errors import BundleError, InputError, OneProcessError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import (
@@ -254,6 +256,14 @@ def test_other_numbers_are_refused(tmp_path: Path, change: dict[str, int]) -> No
         load_head(tmp_path / "head")
     with pytest.raises(InputError, match="has no head"):
         load_head(tmp_path)
+
+
+def test_memory_that_is_used_up_is_no_damaged_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_head(made(), tmp_path / "head", {})
+    words = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: 4 bytes"
+    monkeypatch.setattr(feature_head, "head_weights", Mock(side_effect=RuntimeError(words)))
+    with pytest.raises(OneProcessError, match=r"no memory is left \(can't allocate memory: 4 bytes\)"):
+        load_head(tmp_path / "head")
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**40, 1.5, True, "64", None])
