@@ -84,8 +84,10 @@ def share_processors() -> None:
 def cache_folder() -> Path:
     """Where edgespec keeps what it makes once, and last chats: $EDGESPEC_HOME, else the user's cache folder."""
     if home := os.environ.get(HOME):
-        return Path(home).expanduser()
-    return _folder("XDG_CACHE_HOME", ".cache", "LOCALAPPDATA", "AppData/Local", "Library/Caches")
+        found = Path(home).expanduser()
+    else:
+        found = _folder("XDG_CACHE_HOME", ".cache", "LOCALAPPDATA", "AppData/Local", "Library/Caches")
+    return found.absolute()  # records name it, which are read from other folders too
 
 
 def as_typed(bundle: Path) -> str:

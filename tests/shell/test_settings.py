@@ -196,6 +196,20 @@ def test_folders_of_each_system(
     assert config_file() == tmp_path / file
 
 
+@pytest.mark.parametrize(
+    ("variable", "below"), [("EDGESPEC_HOME", "kept"), ("XDG_CACHE_HOME", "kept/edgespec")]
+)
+def test_a_cache_folder_that_is_named_from_here_is_the_same_elsewhere(
+    variable: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build's record names its target there, and goes on from another folder."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("EDGESPEC_HOME", raising=False)
+    monkeypatch.setenv(variable, "kept")
+    monkeypatch.chdir(tmp_path)
+    assert cache_folder() == Path.cwd() / below
+
+
 @pytest.mark.parametrize("system", ["linux", "darwin"])
 def test_folders_that_are_named_need_no_home(
     system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
