@@ -60,7 +60,7 @@ def in_output_layer(
     if result.requires_grad and result is not computed[0] and not _equal(result, computed[0]):
         raise InputError(
             f"{type(inner).__name__} changes its logits after the output layer (soft-capping or scaling), which training "
-            "on hidden states cannot follow; give a drafter of another family"
+            "on hidden states cannot follow; give a drafter of another family, or leave the target untuned: --tune.steps 0"
         )
     return result
 
