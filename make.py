@@ -136,7 +136,8 @@ def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") 
         print(f"making {venv.name}", flush=True)
         if subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)]).returncode:
             sys.exit(
-                f"could not make {venv.name}; on Debian and Ubuntu install the package python3-venv first"
+                f"could not make {venv.name}; see the message above, and where ensurepip or venv is missing, as on Debian and "
+                "Ubuntu, install the package python3-venv first"
             )
     print(
         f"installing the pinned packages for '{extra}' (about 2 minutes; 'test' compiles llama.cpp: 3-12 more)",
@@ -147,7 +148,10 @@ def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") 
         venv, "--constraint", constraints, "--editable", f".[{extra}]"
     ):
         compiles = "; without a C/C++ compiler: test --fast" if extra == "test" else ""
-        sys.exit(f"installation failed; see pip's message above, then run the same command again{compiles}")
+        sys.exit(
+            f"installation failed; see pip's message above (where it asks for another Python, remove {venv.name} first), then "
+            f"run the same command again{compiles}"
+        )
     stamp_of(extra, venv).write_text(wanted(constraints))
     print(f"packages installed in {time.monotonic() - start:.0f} s", flush=True)
 
