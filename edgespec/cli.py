@@ -1,6 +1,7 @@
 """The command line: a table of verbs whose rooms are imported only when used, and the one place that prints errors.
 
-A verb is a module with `Options` (a dataclass of knobs) and `run(given) -> exit code`. Exit codes: errors.EXIT_CODES.
+A verb is a module with `Options` (a dataclass of knobs) and `run(given) -> exit code`. Where it needs packages of an extra, its
+`require(given)` raises MissingExtra before a ready pair is made. Exit codes: errors.EXIT_CODES.
 """
 
 from __future__ import annotations
@@ -232,6 +233,8 @@ def _run(arguments: list[str]) -> int:
         try:
             for option in WRITTEN:
                 check_place(chosen.values.get(option, ""))
+            if require := getattr(module, "require", None):
+                require(chosen.values)
             code: int = module.run(_with_bundle(chosen.values))
         except InputError as error:
             if where := chosen.origins_named_in(str(error)) + _of_home(error):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgespec.core.errors import InputError
+from edgespec.core.pictures import require_matplotlib
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +19,12 @@ def __getattr__(name: str) -> Any:
     from edgespec_runtime.bench.synthetic import Options
 
     return Options
+
+
+def require(given: dict[str, Any]) -> None:
+    """Raise MissingExtra where a picture is wanted and cannot be drawn."""
+    if given.get("plot"):
+        require_matplotlib()
 
 
 def run(given: dict[str, Any]) -> int:

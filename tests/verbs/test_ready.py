@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_text
 from edgespec.core.manifest import MANIFEST, open_manifest
@@ -38,6 +40,22 @@ def test_too_little_memory_names_no_option_that_chat_does_not_have(
     assert "1.39 GiB of memory and 300 MiB are free" in said
     assert said.endswith("; close other programs, then run the same command again")
     assert "--" not in said
+
+
+@pytest.mark.parametrize(("verb", "package"), [("bench", "matplotlib"), ("serve", "uvicorn")])
+def test_a_package_that_is_missing_is_named_before_a_pair_is_made(
+    verb: str,
+    package: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delitem(sys.modules, "edgespec_runtime.serving.listening", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(ready, "bundle_of", lambda name: pytest.fail("made"))
+    flags = ["--plot", str(tmp_path / "p.png")] if verb == "bench" else []
+    assert main([verb, "smollm2-135m-instruct", *flags]) == 2
+    assert f"needs {package}, which is not installed: " in capsys.readouterr().err
 
 
 def test_what_was_left_beside_a_whole_bundle_goes_with_the_next_use(

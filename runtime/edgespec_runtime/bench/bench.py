@@ -24,7 +24,6 @@ from edgespec.core.manifest import MANIFEST
 from edgespec.core.metrics import RawCounts, summed
 from edgespec.core.options import as_flags, from_mapping, knob, shell_line, to_mapping, with_default
 from edgespec.core.output import json_knob, note, write_result
-from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
 from edgespec.core.table import count, duration, many
 from edgespec.shell.environment import as_typed
@@ -297,8 +296,6 @@ def run(given: dict[str, Any]) -> int:
             f"--draft-lengths {','.join(map(str, options.draft_lengths))}"
         )
     questions = read_suite(options.suite) if options.suite else []
-    if options.plot:
-        require_matplotlib()
     with closing(open_pair(Path(options.bundle), options, options.needs_model, manifest)) as pair:
         asked = questions_for(pair, options, questions)
         runs: list[Run] = []

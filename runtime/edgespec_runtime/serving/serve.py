@@ -59,8 +59,12 @@ class Options(LoadOptions):
                 )
 
 
+def require(given: dict[str, Any]) -> None:
+    """Raise MissingExtra where a package of the server is missing: before a bundle is made or looked at."""
+    import edgespec_runtime.serving.listening  # noqa: F401
+
+
 def run(given: dict[str, Any]) -> int:
-    # a package that is missing is named before the bundle is looked at
     from edgespec_runtime.serving.access import Access
     from edgespec_runtime.serving.api import Service
     from edgespec_runtime.serving.listening import Listener, Server
