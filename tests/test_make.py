@@ -108,7 +108,9 @@ def test_what_stops_an_installation_says_what_to_do(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(make, "install_torch", lambda *_: 1)
     with pytest.raises(SystemExit, match=r"run the same command again; without .* compiler: test --fast$"):
         make.set_up("test", tmp_path)
-    with pytest.raises(SystemExit, match=rf"remove {tmp_path.name} first\), then run the same command again$"):
+    with pytest.raises(
+        SystemExit, match=rf"remove {tmp_path.name} first\), then run the same command again$"
+    ):
         make.set_up("all", tmp_path)
     monkeypatch.setattr(make, "works", lambda _: False)
     (tmp_path / "file").touch()
