@@ -293,18 +293,25 @@ def test_memory_bound_speed_up_counts_every_drafter_step(rule: str, temperature:
     assert found == pytest.approx(counts.emitted / (counts.blocks + 0.1 * steps))
 
 
-def test_reading_the_prompt_is_no_part_of_a_block() -> None:
-    """The drafter reads it slowly, in the middle of the reply: seconds are counted once, as prefill."""
+def test_reading_the_prompt_is_no_part_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter reads it in a second, in the middle of the reply: it is counted once, as prefill. Nothing else takes time."""
     setup = Setup(successor_model(V, count_up), DRAFTS["always"])
-    assert setup.draft is not None
-    setup.draft.before_pass = lambda: time.sleep(0.2) if not setup.draft.tokens else None  # type: ignore[union-attr]
+    draft, now = setup.draft, 0
+    assert draft is not None
+
+    def reads() -> None:
+        nonlocal now
+        now += not draft.tokens
+
+    monkeypatch.setattr(block_clock, "perf_counter", lambda: now)
+    draft.before_pass = reads
     told = Told(plain=3, length=2)
     for _ in decode(
         setup.target, setup.draft, [3] * 20, DecodingOptions(max_new_tokens=20), (), setup.counts, told
     ):
         pass
-    assert setup.counts.prefill_seconds > 0.2
-    assert max(outcome.seconds for outcome in told.outcomes) < 0.2
+    assert setup.counts.prefill_seconds == 1
+    assert {outcome.seconds for outcome in told.outcomes} == {0}
 
 
 def test_a_prompt_that_continues_the_last_one_computes_only_what_is_new() -> None:
