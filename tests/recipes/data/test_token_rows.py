@@ -183,10 +183,11 @@ from edgespec_recipes.data import token_shards
 from edgespec_recipes.models.loading import load_tokenizer
 token_shards.SHARD_TOKENS = 250
 plain = token_shards.write_json
-def slow(path, value):  # time to be killed in
+def waits(path, value):  # behind that many shards, to be killed
     plain(path, value)
-    time.sleep(float(sys.argv[4]))
-token_shards.write_json = slow
+    if len(value["shards"]) == int(sys.argv[4]):
+        time.sleep(600)
+token_shards.write_json = waits
 blocks = data.text_blocks(sys.argv[1], load_tokenizer(Path(sys.argv[2])), 16, Path(sys.argv[3]))
 found = f"{len(blocks)} rows of {sum(int(blocks[row].sum()) for row in range(len(blocks)))}"
 Path(sys.argv[3] + f"-{processes.rank()}.txt").write_text(found)
@@ -201,7 +202,7 @@ def test_a_killed_run_goes_on_at_the_last_whole_shard(folder: Path, tmp_path: Pa
     program.write_text(PROGRAM)
     given = [source, str(folder), str(cache)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen([sys.executable, str(program), *given, "0.2"], env=environment)
+    run = subprocess.Popen([sys.executable, str(program), *given, "3"], env=environment)
     try:
         while run.poll() is None and not (cache / "tokens-00002.bin").exists():
             time.sleep(0.005)
