@@ -18,8 +18,12 @@ from edgespec.cli import main
 
 CHILD = """
 import os, signal, sys, time
-signal.signal(signal.SIGINT, lambda *_: os.write(1, b'stopped\\n'))  # print would fail within the print below
+seen, end = [], time.monotonic() + 60
+# print would fail within the print below
+signal.signal(signal.SIGINT, lambda *_: seen.append(os.write(1, b'stopped\\n')))
 print('ready', flush=True)
+while not seen and time.monotonic() < end:
+    time.sleep(0.01)
 time.sleep(1.5)  # goes on behind the signal
 sys.exit(7)
 """
