@@ -31,10 +31,13 @@ sys.exit(7)
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
 
+# The test run itself may have been started with Ctrl-C ignored, as a shell's script does it for what it starts with an `&`.
+IN_FORCE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
 
 def stopped(program: str) -> tuple[str, int]:
     """(what it writes after Ctrl-C, its exit code) of a Python program that says when it is ready."""
-    words = [sys.executable, "-c", program]
+    words = [sys.executable, "-c", IN_FORCE + program]
     with subprocess.Popen(
         words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:

@@ -35,10 +35,15 @@ def served(bundle: Path, *flags: str) -> Iterator[str]:
 
 @contextmanager
 def started(bundle: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process of `edgespec serve` and its address; on a free port unless the flags say otherwise."""
+    """The process of `edgespec serve` and its address; on a free port unless the flags say otherwise.
+
+    Ctrl-C is in force there: the test run itself may have been started with it ignored.
+    """
     rooms = [str(REPOSITORY / room) for room in (".", "runtime")]
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    program += "from edgespec.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [
-        *(sys.executable, "-m", "edgespec", "serve", str(bundle), "--port", "0", "--draft-length", "3"),
+        *(sys.executable, "-c", program, "serve", str(bundle), "--port", "0", "--draft-length", "3"),
         *flags,
     ]
     with subprocess.Popen(
