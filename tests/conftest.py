@@ -55,6 +55,8 @@ def cache(shared_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setenv("EDGESPEC_CONFIG", str(tmp_path_factory.getbasetemp() / "no-config.yaml"))
         patch.setenv("EDGESPEC_HOME", str(shared_home))
         patch.setenv("HF_HUB_OFFLINE", "1")
+        # the servers of tests are on this machine: a user's proxy cannot reach them
+        patch.setenv("no_proxy", "*")
         patch.setattr(pair_schedule, "QUICK", CalibrateOptions(seconds=0.3, contexts=(64,)))
         yield
 
