@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from once import of_the_run, once
 from repository import REPOSITORY
@@ -17,7 +18,12 @@ COSTLY = {"trained": "training", "trained_command": "training", "small_build": "
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Every process of a run keeps to cores of its own: threads that wait for each other by spinning would take the other's."""
+    """Every process of a run keeps to cores of its own: threads that wait for each other by spinning would take the other's.
+
+    Hypothesis draws the same examples in every run; by default they are others each time, and a fifth of a second is all that one
+    may take.
+    """
+    hypothesis.settings.load_profile("ci")
     worker: dict[str, Any] | None = getattr(config, "workerinput", None)
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
