@@ -18,8 +18,8 @@ from edgespec_recipes.target_names.rehearsal_data import write_tokenizer
 from edgespec_runtime.engines import llamacpp
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 
-from edgespec.building import rehearse
-from edgespec.building.measured import run_measured
+from edgespec.building import measured, rehearse
+from edgespec.building.measured import Usage, run_measured
 from edgespec.building.rehearse import MEASURED, STAGES, TALKS, TINY, needed_disk
 from edgespec.building.rehearse_stages import RehearsalOptions, main
 from edgespec.core.errors import CheckFailed, EdgespecError, InputError, MissingExtra
@@ -185,13 +185,39 @@ def test_what_a_seven_billion_target_needs(capsys: pytest.CaptureFixture[str], t
     assert not (tmp_path / "out").exists()
 
 
-def test_memory_of_a_program_is_its_own(tmp_path: Path) -> None:
-    takes = (
-        "import sys, time; text = sys.stdin.read(); x = bytearray(80 * 2**20); x[::4096] = b'1' * len(x[::4096]); "
-        "time.sleep(0.3); print(text)"
-    )
-    usage = run_measured([sys.executable, "-c", takes], tmp_path / "log.txt", "hello")
-    little = run_measured([sys.executable, "-c", "pass"], tmp_path / "log.txt")
+HOLDS = """
+import sys, time
+from pathlib import Path
+text, folder, size = sys.stdin.read(), Path(sys.argv[1]), int(sys.argv[2])
+x = bytearray(size)
+x[::4096] = b"1" * len(x[::4096])
+(folder / "holds").touch()
+end = time.monotonic() + 60
+while not (folder / "seen").exists() and time.monotonic() < end:
+    time.sleep(0.01)
+print(text)
+"""
+
+
+def test_memory_of_a_program_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program waits with what it holds until it was looked at."""
+    look = measured._look
+
+    def usage_of(name: str, size: int) -> Usage:
+        folder = tmp_path / name
+        folder.mkdir()
+
+        def looked(pid: int, seen: dict[str, int]) -> None:
+            holds = (folder / "holds").exists()
+            look(pid, seen)
+            if holds:
+                (folder / "seen").touch()
+
+        monkeypatch.setattr(measured, "_look", looked)
+        command = [sys.executable, "-c", HOLDS, str(folder), str(size)]
+        return run_measured(command, tmp_path / "log.txt", "hello")
+
+    usage, little = usage_of("much", 80 * 2**20), usage_of("little", 0)
     assert 80 * 2**20 < usage.peak < 200 * 2**20
     assert little.peak < 60 * 2**20
     assert usage.own is None or usage.own > 80 * 2**20
