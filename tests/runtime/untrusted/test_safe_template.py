@@ -76,9 +76,14 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
         ("{{ range(8000)|list|tojson(separators=('x'|center(900000), ':')) }}", "separates JSON by more than 64"),
     ],
 )  # fmt: skip
-def test_templates_that_would_not_end_or_fill_memory(copy: Path, template: str, words: str) -> None:
+def test_templates_that_would_not_end_or_fill_memory(
+    copy: Path, template: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a bound is named, the clock is ten times slower: a busy machine must not reach the bound of time before it."""
     change(copy, "tokenizer/chat_template.jinja", template)
     tokenizer = open_tokenizer(copy)
+    if words != "stopped":
+        monkeypatch.setattr(template_limits, "time", SimpleNamespace(monotonic=lambda: time.monotonic() / 10))
     begun = time.monotonic()
     with pytest.raises(BundleError, match=words):
         tokenizer.render(HELLO)
