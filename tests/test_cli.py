@@ -272,8 +272,9 @@ def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
         "from edgespec.cli import main\nsys.exit(main(['build-drafter', '--target', 'tiny-chat', '--out', sys.argv[1]]))"
     )
     out = REPOSITORY / "build" / "never"
-    command, paths = [sys.executable, "-c", program, str(out)], {"PYTHONPATH": ".:runtime:recipes:export"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=paths)
+    command = [sys.executable, "-c", program, str(out)]
+    environment = {**os.environ, "PYTHONPATH": ".:runtime:recipes:export"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment)
     assert done.returncode == 2
     assert 'pip install "edgespec[all]"' in done.stderr
     assert done.stderr.count("\n") == 1
@@ -283,15 +284,16 @@ def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
 @pytest.mark.parametrize("words", [["targets"], ["targets", "--help"]], ids=" ".join)
 def test_a_reader_who_leaves_early_is_no_error_and_a_full_disk_is_one_line(words: list[str]) -> None:
     """Also where all of it waits in a buffer until the program ends."""
-    command, paths = [sys.executable, "-m", "edgespec", *words], {"PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, "-m", "edgespec", *words]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=paths, text=True)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full:
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=paths, text=True)
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True)
         assert done.returncode == 2
         assert "cannot write standard output: no space left on the disk" in done.stderr
         assert done.stderr.count("\n") == 1
