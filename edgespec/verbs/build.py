@@ -212,29 +212,27 @@ def run(given: dict[str, Any]) -> int:
     processes.wait()  # all meet a refusal at the same time, so that the first one lives to print it
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     check_device(recipe)
+    if not options.force:
+        refuse(find_shortages(recipe, out, _room(out, options.parallel)))
     command = command_line("build-drafter", Options, given)
     fresh = not out.exists()
     with nullcontext() if processes.rank else held(out, command):
-        build = _build(recipe, options, out, processes, command, fresh)
+        build = _build(recipe, out, processes, command, fresh)
         if not processes.rank:
             write_result(options.json, build.summary())
             next_step("edgespec", "chat", out / "bundle")
     return 0
 
 
-def _build(
-    recipe: Recipe, options: Options, out: Path, processes: Processes, command: str, fresh: bool
-) -> Build:
+def _build(recipe: Recipe, out: Path, processes: Processes, command: str, fresh: bool) -> Build:
     """Make or go on with the build in a folder that no other build is in; `fresh`: the folder was not there before.
 
     Raises NoRoom with what the rest of the build will take.
     """
+    if not processes.rank:
+        claim(out, recipe)
+        write_text(out / "command.txt", command + "\n")
     try:
-        if not options.force:
-            refuse(find_shortages(recipe, out, _room(out, options.parallel)))
-        if not processes.rank:
-            claim(out, recipe)
-            write_text(out / "command.txt", command + "\n")
         kind = HeadBuild if recipe.drafter.kind == "head" else Build
         build = kind(recipe, out, processes)
         build.run()
@@ -245,5 +243,5 @@ def _build(
         raise NoRoom(f"{error}{more}") from error
     except Exception:
         if fresh and not processes.rank and not (out / "target" / STAGE_FILE).exists():
-            shutil.rmtree(out, ignore_errors=True)  # what is refused leaves nothing behind
+            shutil.rmtree(out, ignore_errors=True)  # a target that cannot be had leaves nothing behind
         raise

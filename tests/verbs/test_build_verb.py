@@ -11,7 +11,6 @@ from torchrun import torchrun
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError, MissingExtra
-from edgespec.core.folder_lock import held
 from edgespec.core.options import as_flags
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import InferenceOptions, Recipe
@@ -78,21 +77,6 @@ def test_what_one_process_lacks_is_said_once(tmp_path: Path) -> None:
     said = [line for line in log.read_text().splitlines() if line.startswith("edgespec: ")]
     assert len(said) == 1, log.read_text()
     assert "of memory and 1 MiB are free on this machine" in said[0]
-    assert not out.exists()
-
-
-def test_a_folder_in_use_is_said_before_the_memory_that_its_build_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("edgespec.planning.preflight.free_memory", lambda: 2**20)
-    target, out = make_model_folder(tmp_path / "target"), tmp_path / "out"
-    words = ["build-drafter", "--target", str(target), "--out", str(out)]
-    with held(out, "a command"):
-        assert main(words) == 2
-    assert f"{out} is in use by process " in capsys.readouterr().err
-    out.rmdir()
-    assert main(words) == 2
-    assert "of memory and 1 MiB are free on this machine" in capsys.readouterr().err
     assert not out.exists()
 
 
