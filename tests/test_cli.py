@@ -285,7 +285,7 @@ def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
 def test_a_reader_who_leaves_early_is_no_error_and_a_full_disk_is_one_line(words: list[str]) -> None:
     """Also where all of it waits in a buffer until the program ends."""
     command = [sys.executable, "-m", "edgespec", *words]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": ""}
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, text=True)

@@ -65,7 +65,7 @@ def test_a_file_is_read_again_where_not_all_texts_have_room() -> None:
 
     def reading(source: str, at_once: int) -> float:
         how = {"source": source, **SOURCES[source]}
-        return stages({"inference": how, "generate": {"batch_size": at_once}})["generate"].reading
+        return stages({**STORED, "inference": how, "generate": {"batch_size": at_once}})["generate"].reading
 
     assert reading("file", 64) == reading("file", 8) < reading("file", 4)
     assert reading("torch", 64) < reading("torch", 8)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_export.answers.replies import questions_of
+from edgespec_export.answers.verdict import CLOSE_ANSWERS, SAME_ANSWERS
 from edgespec_export.formats.export import ExportedFile, export_pair
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.repeat import layer_of
@@ -77,7 +78,9 @@ def test_a_good_pair(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for name in ("engine_relative", "largest"):
             assert seen[name] == pytest.approx(wanted[name], rel=0.2, abs=1e-4), name
         if seen["role"] == "target":
-            assert seen["answers"]["verdict"] == wanted["answers"]["verdict"]
+            words = {one["answers"]["verdict"] for one in (seen, wanted)}
+            # of a random model q8_0 keeps about SAME of the argmaxes: which word that is differs by processor
+            assert words <= {SAME_ANSWERS, CLOSE_ANSWERS} if seen["precision"] == "q8_0" else len(words) == 1
 
 
 def swap_gate_and_up(tensors: dict[str, Any]) -> None:
