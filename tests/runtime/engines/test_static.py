@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -65,28 +62,6 @@ def test_a_mask_has_a_bound(tmp_path: Path, length: int, tokens: int, most: int)
     )
     with pytest.raises(BundleError, match=f"'prefill': it is '{tokens}', and 1 to {most} is wanted"):
         StaticEngine(folder, threads=1)
-
-
-def test_openvino_that_cannot_be_loaded_is_not_called_absent(tmp_path: Path) -> None:
-    """pip has nothing to do for a package that is there."""
-    package, said = tmp_path / "openvino", "DLL load failed while importing _pyopenvino"
-    package.mkdir()
-    (package / "__init__.py").write_text(f"raise ImportError({said!r})\n")
-    program = (
-        "from edgespec.core.errors import EdgespecError\n"
-        "from edgespec_runtime.engines.static_program import _core\n"
-        "try:\n    _core()\n"
-        "except EdgespecError as error:\n    print(error)\n"
-    )
-    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    assert done.stdout.startswith(f"openvino is installed and cannot be loaded: {said}; install it again")
 
 
 class Interrupted(np.ndarray):
