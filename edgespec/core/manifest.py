@@ -48,9 +48,8 @@ ROLES = ("target", "drafter")
 MODEL, HEAD = "model", "head"  # kinds of drafters
 AGAIN = "fetch or build the bundle again"
 _KEY = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,64}")  # an engine or a precision: becomes part of a file's name
-_UNFIT = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]"
-)  # a terminal would obey them, or UTF-8 cannot write them
+# a terminal would obey the first two, and UTF-8 cannot write the last
+_UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 

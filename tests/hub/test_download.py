@@ -13,14 +13,15 @@ from edgespec.core.manifest import MANIFEST
 from edgespec.hub import pull
 
 
+def manifest_alone(repo: str, revision: str, folder: Path) -> str:
+    (folder / MANIFEST).write_text("{}")
+    return "0" * 40
+
+
 def test_a_pull_into_a_folder_of_other_files_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fetched(repo: str, revision: str, folder: Path) -> str:
-        (folder / MANIFEST).write_text("{}")
-        return "0" * 40
-
-    monkeypatch.setattr(pull, "_fetch_manifest", fetched)
+    monkeypatch.setattr(pull, "_fetch_manifest", manifest_alone)
     (tmp_path / "pair").mkdir()
     (tmp_path / "pair" / "notes.txt").touch()
     with pytest.raises(InputError, match="pair is there already and is not this bundle"):
@@ -60,16 +61,11 @@ def test_what_a_bundle_cannot_become_is_said_before_it_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No file system lets a folder replace a link or another disk, and the current folder would be gone."""
-
-    def fetched(repo: str, revision: str, folder: Path) -> str:
-        (folder / MANIFEST).write_text("{}")
-        return "0" * 40
-
     for name in ("empty", "here", "disk"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     (tmp_path / "astray").symlink_to(tmp_path / "gone")
-    monkeypatch.setattr(pull, "_fetch_manifest", fetched)
+    monkeypatch.setattr(pull, "_fetch_manifest", manifest_alone)
     monkeypatch.setattr(pull.os.path, "ismount", lambda place: Path(place).name == "disk")
     monkeypatch.chdir(tmp_path / "here")
     for out, words in (

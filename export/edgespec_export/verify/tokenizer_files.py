@@ -80,9 +80,8 @@ class FolderTokenizer(JsonTokenizer):
 
         has_file = (file := folder / "tokenizer.json").is_file()
         if has_file:
-            read_tokenizer(
-                file, InputError
-            )  # one that would never end is refused before transformers reads it
+            # one that would never end is refused before transformers reads it
+            read_tokenizer(file, InputError)
         kind = PreTrainedTokenizerFast if has_file else AutoTokenizer
         try:
             self.whole: Any = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

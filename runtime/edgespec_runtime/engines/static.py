@@ -163,9 +163,8 @@ class StaticEngine:
         ids = np.zeros((1, space), dtype=np.int32)
         ids[0, : len(tokens)] = tokens
         positions = np.arange(self.n_past, self.n_past + space, dtype=np.int32)[None]
-        mask = self._masks[
-            name
-        ]  # written anew, so that nothing of a pass that was interrupted stays in sight
+        # written anew, so that nothing of a pass that was interrupted stays in sight
+        mask = self._masks[name]
         mask[..., : self.n_past] = 0.0
         mask[..., self.n_past : self.settings.length] = self.settings.masked
         positions = np.minimum(positions, self.settings.length - 1)  # of padding at the end of the context

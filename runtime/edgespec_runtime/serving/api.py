@@ -294,9 +294,8 @@ class Service:
             logits = engine.forward(piece)
             before = max(0, first - 1 - at)  # rows of tokens that nobody asked for
             for given, following in zip(logits[before:], ids[at + before + 1 :], strict=False):
-                row = given.astype(
-                    np.float64
-                )  # one at a time: of a large vocabulary a block of them is large
+                # one at a time: of a large vocabulary a block of them is large
+                row = given.astype(np.float64)
                 row -= row.max()
                 row -= np.log(np.exp(row).sum())
                 best: list[int] = np.argpartition(-row, count - 1)[:count].tolist() if count else []
