@@ -53,6 +53,16 @@ class BundleError(EdgespecError):
     """A bundle on disk is not what its manifest says."""
 
 
+class NoNumbers(EdgespecError):
+    """A model that writes gives NaN for logits: no token can be drawn."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model} gives logits that are no numbers (NaN), so no token can be drawn: its file is damaged, or its values are "
+            "too large for this precision; take another precision or engine, or make the file again"
+        )
+
+
 class CheckFailed(EdgespecError):
     """Everything ran, and a measured value breaks its bound."""
 

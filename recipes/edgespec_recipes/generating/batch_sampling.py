@@ -14,6 +14,7 @@ import numpy as np
 from edgespec_runtime.rules.sampling import RandomSource, Warp, warp
 from numpy.typing import NDArray
 
+from edgespec.core.errors import NoNumbers
 from edgespec_recipes.stored.top_k import LEAST, record_type
 
 Floats = NDArray[np.float32]
@@ -30,6 +31,7 @@ def draw_rows(
 
     Row i has temperature i and draws one number from source i, or none where its distribution has one token. Records are of the
     distribution at temperature 1 without cuts, whatever the token was drawn from. `cuts`: top_p and min_p of all rows.
+    Raises NoNumbers where logits are NaN.
     """
     columns = logits.shape[1]
     records = np.empty(len(logits) if top_k else 0, record_type(top_k, columns))
@@ -37,6 +39,8 @@ def draw_rows(
     for start in range(0, len(logits), ROWS):
         part = slice(start, start + ROWS)
         heat = np.asarray(temperatures[part], np.float32)
+        if np.isnan(logits[part].max(1)).any():
+            raise NoNumbers("the target")
         if not (top_k or heat.any()):
             tokens += logits[part].argmax(1).tolist()
             continue

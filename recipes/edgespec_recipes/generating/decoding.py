@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, DynamicLayer
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, NoNumbers
 from edgespec_recipes.losses.distributions import draw, token_at, warp
 from edgespec_recipes.models.packing import fitted
 from edgespec_recipes.stored.top_k import records_of
@@ -167,7 +167,9 @@ class KeptStates:
             self._features[row].append(of_row[counts])
 
     def drawn(self, rows: list[int], logits: Tensor) -> None:
-        """Logits [B, V] from which the rows' next tokens are drawn."""
+        """Logits [B, V] from which the rows' next tokens are drawn. Raises NoNumbers where they are NaN."""
+        if logits.isnan().any():
+            raise NoNumbers("the target")
         if not self.top_k:
             return
         found = records_of(logits, self.top_k)

@@ -76,8 +76,7 @@ class TorchWriter(InTorch):
             ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
             for at in range(0, len(ordered), self.options.batch_size):
                 batch = ordered[at : at + self.options.batch_size]
-                kept = self.wanted.top_k, self.wanted.features
-                states = KeptStates(len(batch), *kept) if any(kept) else None
+                states = KeptStates(len(batch), self.wanted.top_k, self.wanted.features)
                 answers = sample_responses(
                     self.model,
                     [request.prompt_ids for request in batch],
@@ -90,4 +89,4 @@ class TorchWriter(InTorch):
                     states=states,
                 )
                 for place, (request, answer) in enumerate(zip(batch, answers, strict=True)):
-                    yield Written(request.id, answer, states.of(place) if states else {})
+                    yield Written(request.id, answer, states.of(place))

@@ -64,7 +64,7 @@ class CascadeState(ReplyState):
         """Append a token drawn from what the target says behind `ids`; it is not emitted yet."""
         logits = self.target.read(self.ids[len(self.target.tokens) :])
         self.clock.lap(VERIFY)
-        self.write(warp(logits, self.how))
+        self.check_numbers(logits, self.write(warp(logits, self.how)))
 
     def write(self, distribution: Categorical) -> int:
         """Append a token drawn from `distribution`; it is not emitted yet."""
@@ -159,6 +159,7 @@ def _bild(reply: CascadeState, rule: Bild) -> Iterator[Block]:
         rows = reply.target.read_rows(reply.ids[reply.emitted - 1 :])
         reply.clock.lap(VERIFY)
         accepted, added = roll_back.verify(rows, draft, reply.how, reply.source, reply.emitted)
+        reply.check_numbers(rows[accepted], added)
         reply.take_back()
         reply.ids += draft.tokens[:accepted]
         if not reply.is_over():

@@ -54,6 +54,7 @@ def decode(
     Raises:
         InputError: the prompt is empty or leaves no room in the context, the drafter is of another vocabulary or missing.
         EdgespecError: an engine failed; its cache is empty then, and the next reply works if the engine does.
+        NoNumbers: the target's logits are NaN.
     """
     check_prompt(target, draft, prompt, options)
     rule, drafter = rule or options.acceptance_rule(), drafter_of(options, draft)
@@ -85,6 +86,7 @@ def decode(
 
             rows = reply.verify(proposed.tokens, schedule.pass_length(1 + drafted))
             accepted, added = rule.verify(rows, proposed, how, reply.source, context)
+            reply.check_numbers(rows[accepted], None if rule.mixes else added)
 
             new = reply.emit([*proposed.tokens[:accepted], added])
             accepted = min(accepted, len(new))  # a stop token among them ends the reply

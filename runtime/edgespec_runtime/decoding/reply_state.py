@@ -5,9 +5,11 @@ Its methods are the parts of a block. Those that the reply's clock tells apart e
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Sequence
 
+from edgespec.core.errors import NoNumbers
 from edgespec.core.metrics import RawCounts
 from edgespec_runtime.decoding.block_clock import CHOOSE, DRAFT, PREFILL, REREAD, VERIFY, BlockClock
 from edgespec_runtime.decoding.drafters import Drafter, propose, window_of
@@ -121,6 +123,15 @@ class ReplyState:
         rows = self.target.forward([last, *drafted, *[last] * (size - 1 - len(drafted))])
         self.clock.lap(VERIFY)
         return rows
+
+    def check_numbers(self, logits: Logits, drawn: int | None) -> None:
+        """Raise NoNumbers where the target's logits [V] behind what stays of a block have a NaN.
+
+        `drawn`: the token that a rule drew from them, None for a rule that may have drawn it from the drafter's. An entry that is
+        NaN has all of p (see `warp`), so the token drawn from p is that one, and no search is needed.
+        """
+        if math.isnan(logits[logits.argmax() if drawn is None else drawn]):
+            raise NoNumbers(self.target.engine.name)
 
     def emit(self, new: list[int]) -> list[int]:
         """Append a block up to a stop token; returns its tokens, and sets `finish` where the reply ends."""

@@ -10,6 +10,8 @@ from edgespec_recipes.generating.batch_sampling import draw_rows, largest
 from edgespec_recipes.stored.top_k import compress
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
 
+from edgespec.core.errors import NoNumbers
+
 HEAT = (0.0, 0.3, 0.7, 1.0)
 CUTS = ((0.95, 0.0), (1.0, 0.0), (0.9, 0.05), (1.0, 0.2), (1e-6, 0.0))
 
@@ -94,3 +96,15 @@ def test_records_are_those_of_the_torch_path(columns: int, top_k: int) -> None:
     np.testing.assert_array_equal(records["ids"], ids.numpy())
     np.testing.assert_allclose(records["log_p"].astype(float), log_p.numpy(), rtol=2e-3, atol=1e-6)
     np.testing.assert_allclose(records["log_rest"].astype(float), log_rest.numpy(), rtol=2e-3)
+
+
+@pytest.mark.parametrize("columns", [500, 49_152])
+@pytest.mark.parametrize("entries", [slice(None), slice(70, 71)], ids=["all", "one"])
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_a_row_that_is_nan_is_an_error(columns: int, entries: slice, heat: float, top_k: int) -> None:
+    """Else the answers would be one token again and again, and their records NaN."""
+    logits = rows_of(11, columns, 1.0)
+    logits[9, entries] = np.nan
+    with pytest.raises(NoNumbers, match=r"the target gives logits that are no numbers \(NaN\)"):
+        draw_rows(logits, [heat] * 11, Warp(), [Uniforms(seed) for seed in range(11)], top_k)

@@ -13,7 +13,7 @@ from edgespec_recipes.generating import choose_writer, target_store, torch_write
 from edgespec_recipes.generating.batch_writer import BatchWriter
 from edgespec_recipes.generating.choose_writer import writer_of
 from edgespec_recipes.generating.datagen import generate
-from edgespec_recipes.generating.response_shards import read_responses
+from edgespec_recipes.generating.response_shards import Request, read_responses
 from edgespec_recipes.generating.torch_writer import TorchWriter
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.parallel.precision import Precision
@@ -31,7 +31,7 @@ from writing_target import (
     shards,
 )
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, NoNumbers
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec.stages.own_gguf import OwnFile
 from edgespec.stages.record import sha256_of
@@ -93,6 +93,19 @@ def test_keeping_changes_no_answer(
     generate(tmp_path / "plain", folder / TARGET, replace(options, features=False), SEED, top_k=TOP_K)
     assert read_responses(tmp_path / "plain") == read_responses(written)
     assert not list((tmp_path / "plain").glob("*.npy"))
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_nan_from_the_target_is_an_error(folder: Path, options: GenerateOptions, heat: float) -> None:
+    """Also where nothing is kept: else hours of one token are written."""
+    keeping_nothing = replace(options, features=False)
+    writer = writer_of(
+        folder / TARGET, load_tokenizer(folder / TARGET), keeping_nothing, 0, InferenceOptions()
+    )
+    assert isinstance(writer, TorchWriter)
+    writer.model.model.norm.weight.data[3] = torch.nan
+    with pytest.raises(NoNumbers, match="the target gives logits that are no numbers"):
+        list(writer.answers(0, [Request(0, [], [1, 2, 3], heat)]))
 
 
 def test_a_shard_made_again_is_the_same(
