@@ -15,6 +15,11 @@ from edgespec.recipe.study_options import parse_sampling
 
 Row = Mapping[str, Any]
 
+MANY_LOOKS = (
+    "A claim that the best arm depends on task and sampling looks at all pairs of arms in all of them, without a correction for "
+    "how many intervals these are: chance alone may reproduce it."
+)
+
 DOMAIN_NAMES = {"in": "in domain", "out": "out of domain"}
 READING = """## How to read this
 
@@ -152,6 +157,7 @@ class Report:
         if not self.results["claims"]:
             return ""
         alone = ", nor by one seed" * (len(self.results["seeds"]) == 1)
+        looks = f" {MANY_LOOKS}" if any("each_wins" in claim for claim in self.results["claims"]) else ""
         rows = []
         for claim in self.results["claims"]:
             symbol = {"tau": "τ", "alpha": "α"}[claim["metric"]]
@@ -171,7 +177,7 @@ class Report:
         return (
             "## What the papers claim, and what is seen here\n\n"
             f"The verdict follows from the 95 % interval of the difference (mean over tasks and samplings, γ = {self.gamma}): "
-            f"above 0 is reproduced, below 0 is contradicted, and where it holds 0 nothing is shown{alone}.\n\n"
+            f"above 0 is reproduced, below 0 is contradicted, and where it holds 0 nothing is shown{alone}.{looks}\n\n"
             + table(("claim", "source", "here", "verdict", "what differs here"), rows, left=5)
         )
 

@@ -22,7 +22,7 @@ from edgespec_recipes.study.numbers import (
     verdict,
 )
 from edgespec_recipes.study.plot import _selections, plot_study
-from edgespec_recipes.study.report import Report
+from edgespec_recipes.study.report import MANY_LOOKS, Report
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import compact_json as compact
@@ -333,6 +333,8 @@ def test_the_text_says_what_the_numbers_are(found: dict[str, Any]) -> None:
     assert "fkl above all others everywhere" in text
     assert "yes, the whole interval" in text
     assert "one seed" not in text
+    assert MANY_LOOKS in text
+    assert MANY_LOOKS not in Report({**found, "claims": found["claims"][:1]}).text()  # none depends
     for words in ("nothing is shown, nor by one seed.", "It is of one seed, and says nothing of others."):
         assert words in Report({**found, "seeds": [0]}).text()
     assert all(f"fkl, step {number}" in text for number in (25, 100))
