@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from edgespec.core.errors import NoNumbers
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.replies import Questions, Reply, temperature_of
 
@@ -33,7 +34,8 @@ def adopt_from_torch(held: HeldOut, model: Any) -> None:
 def written_in_torch(model: Any, questions: Questions, context: int) -> list[Reply]:
     """One reply to every prompt that leaves room for it, in the prompts' order.
 
-    After `questions.seconds` no further batch is begun: fewer replies, never shorter ones.
+    After `questions.seconds` no further batch is begun: fewer replies, never shorter ones. Raises NoNumbers where
+    the model's logits are NaN.
     """
     end = time.monotonic() + questions.seconds
     usable = [
@@ -82,6 +84,8 @@ def _batch(
                 logits_to_keep=1,
             )
             cache, logits = output.past_key_values, output.logits[:, -1].float()
+            if logits.amax().isnan():
+                raise NoNumbers(f"the model {model.name_or_path or 'in torch'}")
             drawn = torch.multinomial(torch.softmax(logits / heat.where(heat > 0, 1.0), 1), 1)
             ids = drawn.where(heat > 0, logits.argmax(1, keepdim=True))
             for reply, [token] in zip(replies, ids.tolist(), strict=True):

@@ -80,11 +80,19 @@ class Checkpoint:
         return np.concatenate(list(self.pieces(name)))
 
     def pieces(self, name: str, multiple: int = 1) -> Iterator[Array]:
-        """The tensor as float32 in pieces of rows (a vector: whole), each a multiple of `multiple` rows but the last."""
+        """The tensor as float32 in pieces of rows (a vector: whole), each a multiple of `multiple` rows but the last.
+
+        Raises InputError where a value is infinite or NaN.
+        """
         stored = self._stored[name]
         kind = Kind[stored.dtype]
         for piece in pieces_of(stored.file, stored.start, stored.shape, kind, multiple):
-            yield dequantize(piece, kind).reshape(-1, *stored.shape[1:])
+            rows = dequantize(piece, kind).reshape(-1, *stored.shape[1:])
+            if not np.isfinite(rows).all():
+                raise InputError(
+                    f"{stored.file}: the tensor {name} has values that are no finite numbers; fetch or train the model again"
+                )
+            yield rows
 
 
 class Bits(NamedTuple):

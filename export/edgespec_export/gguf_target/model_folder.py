@@ -36,6 +36,7 @@ from edgespec_export.gguf.quantize import precision_of
 from edgespec_export.gguf_target.tokenizer import write_tokenizer
 
 Array = np.ndarray[Any, Any]
+BF16_EXPONENT = np.uint16(0x7F80)
 SCHEMA = 1  # raise it when what is written changes
 _KEPT = {Kind.F32: ("F32", "<f4"), Kind.F16: ("F16", "<f2"), Kind.BF16: ("BF16", "<u2")}
 # what gguf's dequantize expands without further tensors
@@ -65,7 +66,8 @@ def folder_of(file: Path) -> Path:
     """The model folder of a GGUF file, made on first use by one process at a time: whole or not at all.
 
     Raises InputError and BundleError, each in one sentence that names what was seen: no GGUF file, cut short, one of several
-    parts, an unknown family, key, tensor, type of weights, tokenizer or pre-tokenizer. NoRoom for too small a disk.
+    parts, an unknown family, key, tensor, type of weights, tokenizer or pre-tokenizer, weights that are not finite. NoRoom
+    for too small a disk.
     """
     if not file.is_file():
         raise InputError(f"{file} does not exist; give a GGUF file")
@@ -168,8 +170,19 @@ def _write_weights(out: Path, file: Path, header: Header, places: Mapping[str, P
         with progress(f"expand {file.name}", size // 2**20, "MiB") as bar:
             for name, place in places.items():
                 for piece in _rows(file, header.tensors[name], place):
+                    if not _finite(piece):
+                        raise InputError(
+                            f"{file} has values in {name!r} that are no finite numbers: it is damaged; {AGAIN}"
+                        )
                     write_array(stream, piece)
                 bar.update(stream.tell() // 2**20 - int(bar.n))
+
+
+def _finite(values: Array) -> bool:
+    """Whether none is infinite or NaN; uint16: the bits of BF16, whose exponent is then all ones."""
+    if values.dtype == np.uint16:
+        return not ((values & BF16_EXPONENT) == BF16_EXPONENT).any()
+    return bool(np.isfinite(values).all())
 
 
 def _rows(file: Path, tensor: TensorAt, place: Place) -> Iterator[Array]:

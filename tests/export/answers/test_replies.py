@@ -23,7 +23,7 @@ from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 
-from edgespec.core.errors import BundleError
+from edgespec.core.errors import BundleError, NoNumbers
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 
@@ -35,6 +35,15 @@ def questions(families: dict[str, Path]) -> Questions:
     found = questions_of(families["llama"], [[{"role": "user", "content": text}] for text in ASKED])
     assert found is not None
     return found
+
+
+def test_a_model_that_says_nan_is_an_error(families: dict[str, Path], questions: Questions) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(families["llama"]).eval()
+    model.model.norm.weight.data[3] = np.nan
+    with pytest.raises(NoNumbers, match=r"^the model .* gives logits that are no numbers \(NaN\)"):
+        written_in_torch(model, questions, 256)
 
 
 def test_torch_and_an_engine_write_and_read_the_same(

@@ -368,3 +368,17 @@ def test_a_mistral_that_says_nothing_of_its_window_has_that_of_torch(
         write_json(folder / "config.json", config | more)
         export_gguf(folder, tmp_path / "model.gguf", "f16")
         assert gguf_field(GGUFReader(tmp_path / "model.gguf"), "llama.context_length") == context
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("precision", ["f16", "q8_0"])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, precision: str, value: float) -> None:
+    folder = make_model_folder(tmp_path / "model", layers=1)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][3, 5] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        InputError, match=r"model\.safetensors: the tensor .*\.up_proj\.weight has values that are no finite"
+    ):
+        export_gguf(folder, tmp_path / "model.gguf", precision)
+    assert not (tmp_path / "model.gguf").exists()
