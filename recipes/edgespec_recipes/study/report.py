@@ -16,8 +16,8 @@ from edgespec.recipe.study_options import parse_sampling
 Row = Mapping[str, Any]
 
 MANY_LOOKS = (
-    "A claim that the best arm depends on task and sampling looks at all pairs of arms in all of them, without a correction for "
-    "how many intervals these are: chance alone may reproduce it."
+    "A claim that the best arm depends on task and sampling is judged by many intervals: one for each pair of arms, task and "
+    "sampling. They are not corrected for their number. So chance alone may reproduce such a claim."
 )
 
 DOMAIN_NAMES = {"in": "in domain", "out": "out of domain"}
