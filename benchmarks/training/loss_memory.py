@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from edgespec_recipes.generating.decoding import logits_at
 from edgespec_recipes.losses.losses import divergence, rewarded
 from edgespec_recipes.losses.output_loss import (
     CHUNK,
@@ -35,6 +34,7 @@ from edgespec_recipes.losses.output_loss import (
     output_rows,
     output_values,
 )
+from edgespec_recipes.models.kept_positions import logits_at
 
 from benchmarks.common import command_line, in_own_process, random_llama, words
 from edgespec.core.files import write_json

@@ -12,9 +12,10 @@ import pytest
 import torch
 from edgespec_export.answers import replies
 from edgespec_recipes.generating import target_store
-from edgespec_recipes.generating.decoding import BatchDecoder, sample_responses
+from edgespec_recipes.generating.decoding import sample_responses
 from edgespec_recipes.losses import output_loss
 from edgespec_recipes.models import subcloning
+from edgespec_recipes.models.batch_decoder import BatchDecoder
 from edgespec_recipes.models.packing import packing_of
 from edgespec_recipes.stored import top_k
 from edgespec_recipes.training.objective import Objective

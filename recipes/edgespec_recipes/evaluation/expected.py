@@ -23,8 +23,8 @@ from torch import Tensor
 
 from edgespec.core.metrics import expected_acceptance
 from edgespec.recipe.sampling import Sampling
-from edgespec_recipes.generating.decoding import logits_at
 from edgespec_recipes.losses.distributions import warp
+from edgespec_recipes.models.kept_positions import logits_at
 
 ROWS = 8  # responses scored together: [8 x response tokens, V] probabilities of the target and of one draft are alive at once
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from edgespec.core.metrics import RawCounts
-from edgespec_recipes.generating.decoding import BatchDecoder, left_pad
 from edgespec_recipes.losses.distributions import draw, warp
+from edgespec_recipes.models.batch_decoder import BatchDecoder, left_pad
 
 
 def accept(

@@ -21,9 +21,10 @@ from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.generating.choose_writer import is_made_from
 from edgespec_recipes.generating.datagen import write_shards
-from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
 from edgespec_recipes.generating.response_shards import Answers, Request, Written, read_responses
 from edgespec_recipes.generating.torch_writer import InTorch
+from edgespec_recipes.models.batch_decoder import PASS_TOKENS
+from edgespec_recipes.models.kept_positions import states_at
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.memory import freed_memory_kept
 from edgespec_recipes.stored.top_k import records_of

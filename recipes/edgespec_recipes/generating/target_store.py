@@ -25,12 +25,13 @@ from edgespec.core.progress import progress
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.token_rows import Batch, inputs_of
 from edgespec_recipes.data.token_shards import check_file
-from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
 from edgespec_recipes.generating.file_target import FileTarget, locate
 from edgespec_recipes.generating.response_shards import about_file
 from edgespec_recipes.generating.server_target import ServerTarget
 from edgespec_recipes.losses.output_loss import PerToken
 from edgespec_recipes.losses.target_rows import live_rows
+from edgespec_recipes.models.batch_decoder import PASS_TOKENS
+from edgespec_recipes.models.kept_positions import logits_at
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.parallel import processes

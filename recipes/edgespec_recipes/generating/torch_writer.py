@@ -1,4 +1,4 @@
-"""The target in torch as a writer: batches of responses, and what it computed for them where that is kept. See Writer.
+"""The target in torch as a writer: many responses at once, and what it computed for them where that is kept. See Writer.
 
 A shard is a function of its requests and the seed. Where the device multiplies in bf16, the weights themselves are bf16 while the
 target writes: autocast would round them, and keys and values with them, for every token anew.
@@ -15,7 +15,7 @@ import torch
 from edgespec.core.errors import InputError
 from edgespec.model_folder.head import LAST, THREE, early_layers
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
-from edgespec_recipes.generating.decoding import KeptStates, sample_responses
+from edgespec_recipes.generating.decoding import responses
 from edgespec_recipes.generating.response_shards import Answers, Request, Writer, Written
 from edgespec_recipes.generating.target_store import wanted_of
 from edgespec_recipes.models.loading import shape_of, stop_ids_of
@@ -23,6 +23,7 @@ from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.memory import freed_memory_kept
 from edgespec_recipes.parallel.precision import choose_precision
+from edgespec_recipes.stored.kept_states import KeptStates
 from edgespec_recipes.stored.written_states import Wanted
 
 
@@ -55,7 +56,7 @@ class InTorch(Writer):
 
 
 class TorchWriter(InTorch):
-    """It writes batches of responses."""
+    """It writes `generate.batch_size` responses at once."""
 
     def __init__(
         self,
@@ -73,20 +74,20 @@ class TorchWriter(InTorch):
         with freed_memory_kept():
             generator = torch.Generator(self.model.device).manual_seed(self.seed * 1_000_003 + number)
             # those of like length together: padding is computed and thrown away
+            # those of like length together: padding is computed and thrown away
             ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
-            for at in range(0, len(ordered), self.options.batch_size):
-                batch = ordered[at : at + self.options.batch_size]
-                states = KeptStates(len(batch), self.wanted.top_k, self.wanted.features)
-                answers = sample_responses(
-                    self.model,
-                    [request.prompt_ids for request in batch],
-                    [request.temperature for request in batch],
-                    top_p=self.options.top_p,
-                    min_p=self.options.min_p,
-                    max_new_tokens=self.options.max_new_tokens,
-                    generator=generator,
-                    stops=self.stops,
-                    states=states,
-                )
-                for place, (request, answer) in enumerate(zip(batch, answers, strict=True)):
-                    yield Written(request.id, answer, states.of(place))
+            states = KeptStates(len(ordered), self.wanted.top_k, self.wanted.features)
+            answers = responses(
+                self.model,
+                [request.prompt_ids for request in ordered],
+                [request.temperature for request in ordered],
+                at_once=self.options.batch_size,
+                top_p=self.options.top_p,
+                min_p=self.options.min_p,
+                max_new_tokens=self.options.max_new_tokens,
+                generator=generator,
+                stops=self.stops,
+                states=states,
+            )
+            for place, answer in answers:
+                yield Written(ordered[place].id, answer, states.taken(place))

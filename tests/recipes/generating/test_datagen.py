@@ -116,13 +116,13 @@ def test_whole_shards_are_kept_and_remade_ones_are_identical(
     with pytest.raises(InputError, match=r"shard-00000.jsonl has the sha256 .*stage.json and run the same"):
         read_responses(finished)
     asked: list[int] = []
-    plain = torch_writer.sample_responses
+    plain = torch_writer.responses
 
     def counted(model: Any, prompts: Any, *given: Any, **how: Any) -> Any:
         asked.append(len(prompts))
         return plain(model, prompts, *given, **how)
 
-    monkeypatch.setattr(torch_writer, "sample_responses", counted)
+    monkeypatch.setattr(torch_writer, "responses", counted)
     counts = generate(finished, target, options, seed=5)
     assert contents(finished) == before
     assert counts["remade_shards"] == ["shard-00000.jsonl", "shard-00001.jsonl"]

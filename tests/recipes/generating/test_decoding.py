@@ -1,23 +1,16 @@
-"""Batched decoding and sampling against one row at a time, without a cache."""
+"""Many responses at once against one row at a time, without a cache; and what they are drawn from."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from edgespec_recipes.generating import decoding
-from edgespec_recipes.generating.decoding import (
-    BatchDecoder,
-    left_pad,
-    logits_at,
-    sample_responses,
-    states_at,
-)
+from edgespec_recipes.generating.decoding import responses, sample_responses
 from edgespec_recipes.losses.distributions import draw, warp
 from small_llama import PROMPTS, greedy, small_llama
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def plain_warp(logits: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -79,108 +72,58 @@ def test_batched_greedy_equals_one_row_at_a_time() -> None:
     assert len({len(answer) for answer in answers}) > 2
 
 
-def test_a_long_rectangle_in_pieces_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_llama(3)
-    found = []
-    for most in (decoding.PASS_TOKENS, 2 * len(PROMPTS)):  # the second: two columns at a time
-        monkeypatch.setattr(decoding, "PASS_TOKENS", most)
-        decoder = BatchDecoder(model)
-        passes = [
-            decoder.forward(*left_pad(PROMPTS), keep=1),
-            decoder.forward(torch.tensor([[1]] * len(PROMPTS))),
-        ]
-        decoder.forward(*left_pad(PROMPTS), keep=3)
-        assert decoder.features is not None
-        valid = left_pad(PROMPTS)[1]
-        found.append((*passes, decoder.features[valid]))
-    assert max(map(len, PROMPTS)) > 4
-    for whole, pieces in zip(*found, strict=True):
-        torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
+def test_prompts_of_one_length_in_bf16_keep_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers drops a mask that hides nothing. The hidden slot before the prompts changes no answer."""
+    model, prompts = small_llama(0).bfloat16(), [[3, 1, 4], [5, 9, 2]]
+    attend, masks = torch.nn.functional.scaled_dot_product_attention, []
+
+    def spied(*given: Any, attn_mask: Tensor | None = None, **more: Any) -> Tensor:
+        masks.append(attn_mask)
+        return attend(*given, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
+    noise = torch.zeros(2, 8, dtype=torch.float64)
+    answers = sample_responses(model, prompts, [0.0] * 2, top_p=1.0, max_new_tokens=8, noise=noise, stops=[])
+    assert len(masks) == 8 * model.config.num_hidden_layers
+    assert all(mask is not None and not mask[..., 0].any() for mask in masks)
+    assert answers == [greedy(model, prompt, 8, []) for prompt in prompts]
 
 
-def test_the_cache_takes_no_more_slots_than_will_be_needed() -> None:
-    """Each decoder doubles its room, but the one that knows its rows' length stops there. The logits are the same."""
-    model, rooms = small_llama(1), []
-    decoders = BatchDecoder(model), BatchDecoder(model, 11)
-    for tokens in ([[1, 2, 3, 4]] * 2, *[[[5]] * 2] * 7):
-        found = [decoder.forward(torch.tensor(tokens)) for decoder in decoders]
-        assert torch.equal(*found)
-        rooms.append([decoder.cache.layers[0]._room[0].shape[2] for decoder in decoders])
-    assert rooms == [[8, 8]] * 5 + [[18, 11]] * 3
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_a_row_that_ends_leaves_its_place_to_the_next_prompt(at_once: int) -> None:
+    model, prompts = small_llama(0), PROMPTS * 2
+    stops = [greedy(model, PROMPTS[row], 24, [])[place] for row, place in ((0, 3), (2, 8), (3, 1))]
+    sizes: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _model, _given, how: sizes.append(len(how["input_ids"])), with_kwargs=True
+    )
+    noise = torch.rand(len(prompts), 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    how: Any = {"top_p": 0.9, "max_new_tokens": 24, "noise": noise, "stops": stops}
+    heat = [0.0, 1.0] * len(PROMPTS)
+    found = list(responses(model, prompts, heat, at_once=at_once, **how))
+    together, steps = max(sizes), len(sizes)
+    assert dict(found) == dict(enumerate(sample_responses(model, prompts, heat, **how)))
+    assert [dict(found)[row] for row in (0, 2, 4)] == [
+        greedy(small_llama(0), PROMPTS[row], 24, stops) for row in (0, 2, 4)
+    ]
+    assert together == at_once
+    tokens = sum(len(answer) for _, answer in found)
+    assert steps < tokens / at_once + 24 + len(prompts)  # places do not wait for the longest answer
 
 
-def test_slots_taken_back_leave_no_trace() -> None:
-    model = small_llama(1)
-    decoder = BatchDecoder(model)
-    decoder.forward(*left_pad(PROMPTS[:3]))
-    decoder.forward(torch.tensor([[1, 2, 3]] * 3))
-    decoder.take_back(torch.tensor([0, 2, 3]))
-    decoder.select(torch.tensor([2, 0, 1]))
-    logits = decoder.forward(torch.tensor([[4, 5]] * 3))
-    texts = [[*PROMPTS[2], 4, 5], [*PROMPTS[0], 1, 2, 3, 4, 5], [*PROMPTS[1], 1, 4, 5]]
-    assert decoder.lengths.tolist() == [len(text) for text in texts]
-    with torch.inference_mode():
-        for row, text in enumerate(texts):
-            torch.testing.assert_close(
-                logits[row], model(torch.tensor([text])).logits[0, -2:], atol=1e-4, rtol=1e-4
-            )
-
-
-def test_logits_at_equals_picking_from_all_logits() -> None:
-    model = small_llama(2)
-    tokens = torch.randint(0, 60, (3, 9), generator=torch.Generator().manual_seed(0))
-    keep = torch.rand(3, 9, generator=torch.Generator().manual_seed(1)) < 0.4
-    with torch.inference_mode():
-        found = logits_at(model, keep, input_ids=tokens)
-        torch.testing.assert_close(found, model(tokens).logits[keep])
-        assert model(tokens).logits.shape == (3, 9, 60)  # the hook is gone
-
-
-class Elsewhere:
-    """Values on a second device, which is not here: they can be brought to the first one, and nothing else."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def to(self, device: torch.device) -> Tensor:
-        return self.values.to(device)
-
-
-def test_a_layer_on_another_device_keeps_the_rows_that_stay() -> None:
-    layer, states = decoding._RoomyLayer(), torch.arange(24.0).view(3, 2, 2, 2)
-    layer.update(states, states)
-    rows: Any = Elsewhere(torch.tensor([2, 0]))
-    layer.batch_select_indices(rows)
-    assert torch.equal(layer.keys, states[[2, 0]])
-
-
-class ElsewhereNorm(nn.Module):
-    def forward(self, hidden: Tensor) -> Elsewhere:
-        return Elsewhere(2 * hidden)
-
-
-class OverTwoDevices(nn.Module):
-    """Its only layer is on another device than its output layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.Module()
-        layer.input_layernorm = ElsewhereNorm()
-        self.model: Any = nn.Module()
-        self.model.layers = nn.ModuleList([layer])
-        self.head = nn.Linear(4, 5)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
-        hidden = nn.functional.one_hot(input_ids, 4).float()
-        self.model.layers[0].input_layernorm(hidden)
-        return SimpleNamespace(logits=self.head(hidden))
-
-
-def test_states_of_a_layer_on_another_device() -> None:
-    tokens = torch.tensor([[3, 1]])
-    states, _ = states_at(OverTwoDevices(), torch.tensor([[False, True]]), tokens, early=(0,))
-    hidden = nn.functional.one_hot(tokens, 4).float()
-    assert torch.equal(states, torch.cat([2 * hidden, hidden], -1))
+def test_a_row_that_has_ended_leaves_before_its_cache_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays while less than half of the rows have ended, but no position is beyond the longest answer's end."""
+    monkeypatch.setattr(decoding, "LEAVE", 2)
+    model, stops = small_llama(0), [12]
+    others = sorted(([row, 5] for row in range(20)), key=lambda prompt: len(greedy(model, prompt, 12, stops)))
+    prompts = [[3] * 20, *others]
+    wanted = {row: greedy(model, prompt, 12, stops) for row, prompt in enumerate(prompts)}
+    last: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _model, _given, how: last.append(int(how["position_ids"].max())), with_kwargs=True
+    )
+    noise = torch.zeros(len(prompts), 12, dtype=torch.float64)
+    how: Any = {"top_p": 1.0, "max_new_tokens": 12, "noise": noise, "stops": stops}
+    found = dict(responses(model, prompts, [0.0] * len(prompts), at_once=9, **how))
+    assert max(last) == 20 + 12 - 1
+    assert found == wanted

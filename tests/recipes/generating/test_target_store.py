@@ -11,9 +11,9 @@ import pytest
 import torch
 from edgespec_recipes.data.token_rows import Rows
 from edgespec_recipes.generating import target_store as stage
-from edgespec_recipes.generating.decoding import logits_at
 from edgespec_recipes.generating.target_store import StoredTargets, store_error, store_targets
 from edgespec_recipes.losses.losses import fkl, tvd
+from edgespec_recipes.models.kept_positions import logits_at
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel.precision import Precision
 from stored_rows import ROWS, TOP_K, some_rows

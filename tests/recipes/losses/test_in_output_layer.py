@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from edgespec_recipes.generating.decoding import logits_at
 from edgespec_recipes.losses.losses import fkl, jsd
 from edgespec_recipes.losses.output_loss import in_output_layer, output_loss
+from edgespec_recipes.models.kept_positions import logits_at
 from edgespec_recipes.models.vocabulary import restrict
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from loss_cases import logits

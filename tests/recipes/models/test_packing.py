@@ -14,11 +14,11 @@ import transformers
 from edgespec_recipes.data.mixing import TARGET, response_rows
 from edgespec_recipes.evaluation.expected import agreement
 from edgespec_recipes.evaluation.speculation import speculate
-from edgespec_recipes.generating.decoding import BatchDecoder, left_pad
 from edgespec_recipes.generating.response_shards import write_shard
 from edgespec_recipes.generating.target_store import _TorchTarget
 from edgespec_recipes.losses.output_loss import in_output_layer
 from edgespec_recipes.losses.target_rows import live_rows
+from edgespec_recipes.models.batch_decoder import BatchDecoder, left_pad
 from edgespec_recipes.models.packing import Form, fitted, form_of, packing_of
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.top_k import expand
