@@ -19,7 +19,7 @@ from edgespec_recipes.stored.top_k import LEAST, record_type
 
 Floats = NDArray[np.float32]
 
-SELECTED = 128  # columns among which a nucleus is looked for; the torch path looks among as many (distributions.NUCLEUS_GUESS)
+SELECTED = 128  # columns among which a nucleus is looked for; the torch path begins with as many (distributions.NUCLEUS_GUESSES)
 ROWS = 8  # at a time: 8 rows of 49,152 columns stay in a processor's cache
 _GROUP = 32
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NUCLEUS_GUESS = 128  # tokens searched for the nucleus before a whole row is sorted
+NUCLEUS_GUESSES = (
+    128,
+    4096,
+)  # tokens searched for the nucleus before a whole row is sorted, which takes as long as many guesses
 
 
 def warp(logits: Tensor, temperature: Tensor | float, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
@@ -33,18 +36,23 @@ def warp(logits: Tensor, temperature: Tensor | float, top_p: float = 1.0, min_p:
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """[N, V] -> [N, V] renormalised over the nucleus. Selects first and sorts a whole row only where that is not enough."""
-    size = probabilities.shape[-1]
-    guess = min(NUCLEUS_GUESS, size)
-    values, tokens = probabilities.topk(guess)
-    kept = torch.zeros_like(probabilities)
-    short = (values.sum(-1) < top_p) & (guess < size)
-    _keep_mass(kept, values, tokens, top_p)
-    if short.any():
-        values, tokens = probabilities[short].sort(descending=True, stable=True)
-        whole = torch.zeros_like(values)
-        _keep_mass(whole, values, tokens, top_p)
-        kept[short] = whole
-    return kept / kept.sum(-1, keepdim=True)
+    size, kept = probabilities.shape[-1], torch.zeros_like(probabilities)
+    short = torch.arange(
+        len(probabilities), device=probabilities.device
+    )  # rows whose nucleus is not found yet
+    for guess in (*NUCLEUS_GUESSES, size):
+        if guess < size:
+            values, tokens = probabilities[short].topk(guess)
+        else:
+            values, tokens = probabilities[short].sort(descending=True, stable=True)
+        ahead = values.cumsum(-1) - values  # mass of the tokens ahead; the most probable one always stays
+        values = torch.where(ahead < top_p, values, 0.0)
+        mass = values.sum(-1, keepdim=True)
+        kept[short[:, None], tokens] = values / mass
+        short = short[mass[:, 0] < top_p]
+        if guess >= size or not len(short):
+            break
+    return kept
 
 
 def _likely(probabilities: Tensor, min_p: float) -> Tensor:
@@ -52,11 +60,6 @@ def _likely(probabilities: Tensor, min_p: float) -> Tensor:
     floor = min_p * probabilities.amax(-1, keepdim=True)
     kept = torch.where(probabilities < floor, 0.0, probabilities)
     return kept / kept.sum(-1, keepdim=True)
-
-
-def _keep_mass(kept: Tensor, values: Tensor, tokens: Tensor, top_p: float) -> None:
-    before = values.cumsum(-1) - values  # mass of the tokens ahead; the most probable one always stays
-    kept.scatter_(-1, tokens, torch.where(before < top_p, values, 0.0))
 
 
 def draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:

@@ -25,12 +25,16 @@ def plain_warp(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     return kept / kept.sum()
 
 
-@pytest.mark.parametrize("spread", [0.1, 4.0], ids=["nucleus-beyond-the-first-guess", "small-nucleus"])
-def test_warp_against_a_sorted_row(spread: float) -> None:
-    logits = torch.randn(5, 700, generator=torch.Generator().manual_seed(0)) * spread
+@pytest.mark.parametrize(
+    ("size", "spread"),
+    [(700, 4.0), (700, 0.1), (9000, 1.5), (9000, 0.1)],
+    ids=["first-guess", "whole-small-row", "second-guess", "whole-large-row"],
+)
+def test_warp_against_a_sorted_row(size: int, spread: float) -> None:
+    logits = torch.randn(5, size, generator=torch.Generator().manual_seed(0)) * spread
     heat = torch.tensor([0.0, 0.3, 0.7, 1.0, 1.5])
     warped = warp(logits, heat, 0.9)
-    assert torch.equal(warped[0], torch.nn.functional.one_hot(logits[0].argmax(), 700).float())
+    assert torch.equal(warped[0], torch.nn.functional.one_hot(logits[0].argmax(), size).float())
     for row in range(1, 5):
         wanted = plain_warp(logits[row], float(heat[row]), 0.9)
         torch.testing.assert_close(warped[row].double(), wanted, atol=1e-6, rtol=1e-4)
