@@ -13,7 +13,7 @@ from edgespec_recipes.losses.distributions import draw, token_at, warp
 from edgespec_recipes.models.batch_decoder import BatchDecoder, left_pad
 from edgespec_recipes.stored.kept_states import KeptStates
 
-LEAVE = 8  # an eighth of the rows: copying the others' cache costs two or three steps, and each one after is an eighth cheaper
+LEAVE = 8  # an eighth of the rows: copying the others' cache costs two or three steps, and else an eighth of the later ones is idle
 
 
 class _Places:
@@ -47,12 +47,10 @@ class _Places:
                 self.decoder, self.logits = decoder, logits
             self.rows, self.begun = torch.cat([self.rows, numbers]), self.begun + len(come)
             self.active = torch.cat([self.active, torch.ones_like(numbers, dtype=torch.bool)])
-        if self.states is not None and len(self.rows):
-            self.states.drawn(self.rows[self.active].tolist(), self.logits[self.active])
         return len(self.rows) > 0
 
     def step(self, tokens: Tensor, active: Tensor) -> None:
-        """Append a token [B] to every row. Rows that are not active any more leave, once they are an eighth or have no room."""
+        """Append a token [B] to every row. Those that do not go on leave, once they are an eighth of all or the cache is full."""
         self.active = active
         full = self.decoder.slots >= self.most
         if full or active.sum() * LEAVE <= len(active) * (LEAVE - 1):
@@ -106,6 +104,8 @@ def responses(
     found: list[list[int]] = [[] for _ in prompts]
     places = _Places(model, prompts, max(map(len, prompts)) + max_new_tokens, states)
     while places.fill(at_once):
+        if states is not None:
+            states.drawn(places.rows[places.active].tolist(), places.logits[places.active])
         probabilities = warp(places.logits, heat[places.rows], top_p, min_p)
         rows = places.rows.tolist()
         if noise is None:
