@@ -13,7 +13,7 @@ from edgespec_recipes.losses.distributions import draw, token_at, warp
 from edgespec_recipes.models.batch_decoder import BatchDecoder, left_pad
 from edgespec_recipes.stored.kept_states import KeptStates
 
-LEAVE = 8  # an eighth of the rows: copying the others' cache costs two or three steps, and else an eighth of the later ones is idle
+LEAVE = 8  # an eighth of the rows: to copy the others' cache costs two or three steps; kept, an eighth of every later one is idle
 
 
 class _Places:
