@@ -1,4 +1,4 @@
-"""Sample responses to many prompts at once, in torch: each row that ends leaves its place to the next prompt."""
+"""Sample responses to many prompts at once, in torch: rows that end leave their places to the next prompts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from edgespec_recipes.models.batch_decoder import BatchDecoder, left_pad
 from edgespec_recipes.stored.kept_states import KeptStates
 
 LEAVE = 8  # an eighth of the rows: to copy the others' cache costs two or three steps; kept, an eighth of every later one is idle
+COME = 2  # half of the places: each row attends over the slots of the longest one, so rows that begin together cost least
 
 
 class _Places:
@@ -32,8 +33,9 @@ class _Places:
         self.active, self.begun = self.rows.bool(), 0
 
     def fill(self, at_once: int) -> bool:
-        """Give what is free of `at_once` places to the next prompts. Whether there is a row then."""
-        come = self.prompts[self.begun :][: at_once - len(self.rows)]
+        """Give the free ones of `at_once` places to the next prompts, once they are half. Whether there is a row then."""
+        free = at_once - len(self.rows)
+        come = self.prompts[self.begun :][: free if free * COME >= at_once else 0]
         if come:
             numbers = torch.arange(self.begun, self.begun + len(come), device=self.rows.device)
             decoder = BatchDecoder(self.model, self.most)
@@ -93,10 +95,10 @@ def responses(
     """Plain autoregressive responses: (the prompt's number, tokens) in the order in which they end; a stop token is kept.
 
     `at_once` rows are decoded together. Those that have ended leave the batch once they are an eighth of it, and the next prompts
-    take their places (continuous batching; Orca, Yu et al. 2022). Random numbers come from `generator` (of the model's device),
-    or are given: `noise` [prompts, max_new_tokens] (float64, from 0 to below 1), one for each token. With a generator
-    the result depends on the generator's state and on which prompts come together. With noise each response depends on its own
-    numbers (and on rounding, which the other prompts of the batch change). Either way: on the same number of threads.
+    come when half of the places are free (continuous batching; Orca, Yu et al. 2022). Random numbers come from `generator` (of
+    the model's device), or are given: `noise` [prompts, max_new_tokens] (float64, from 0 to below 1), one for each token. With a
+    generator the result depends on the generator's state and on which prompts come together. With noise each response depends on
+    its own numbers (and on rounding, which the other prompts of the batch change). Either way: on the same number of threads.
     `states` is told of every token that is read and of every distribution that a token is drawn from.
     """
     assert (generator is None) is not (noise is None)
