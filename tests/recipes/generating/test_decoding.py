@@ -9,6 +9,8 @@ import torch
 from edgespec_recipes.generating import decoding
 from edgespec_recipes.generating.decoding import responses, sample_responses
 from edgespec_recipes.losses.distributions import draw, warp
+from edgespec_recipes.stored.kept_states import KeptStates
+from edgespec_recipes.stored.written_states import FEATURES, RECORDS
 from small_llama import PROMPTS, greedy, small_llama
 from torch import Tensor
 
@@ -116,7 +118,10 @@ def test_a_row_that_ends_leaves_its_place_to_the_next_prompt(at_once: int) -> No
 
 
 def test_a_row_that_has_ended_leaves_before_its_cache_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays while less than half of the rows have ended, but no position is beyond the longest answer's end."""
+    """It stays while less than half of the rows have ended, but no position is beyond the longest answer's end.
+
+    Nothing is kept of what it reads then.
+    """
     monkeypatch.setattr(decoding, "LEAVE", 2)
     model, stops = small_llama(0), [12]
     others = sorted(([row, 5] for row in range(20)), key=lambda prompt: len(greedy(model, prompt, 12, stops)))
@@ -128,6 +133,11 @@ def test_a_row_that_has_ended_leaves_before_its_cache_is_full(monkeypatch: pytes
     )
     noise = torch.zeros(len(prompts), 12, dtype=torch.float64)
     how: Any = {"top_p": 1.0, "max_new_tokens": 12, "noise": noise, "stops": stops}
-    found = dict(responses(model, prompts, [0.0] * len(prompts), at_once=9, **how))
+    states = KeptStates(len(prompts), 4, True)
+    found = dict(responses(model, prompts, [0.0] * len(prompts), at_once=9, states=states, **how))
     assert max(last) == 20 + 12 - 1
     assert found == wanted
+    for row, answer in found.items():
+        kept = states.taken(row)
+        assert [len(kept[RECORDS]), len(kept[FEATURES])] == [len(answer), len(prompts[row]) + len(answer) - 1]
+    assert not states.taken(0)
